@@ -1,0 +1,1 @@
+"""Nox's attention: torch and CUDA, without ComfyUI. Importing it does nothing."""

@@ -1,0 +1,110 @@
+"""Capability: what each kernel accepts; pick one or say why not."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import NoKernelError
+from .request import PRECISIONS
+
+MIN_COMPUTE_CAPABILITY = (8, 0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One attention problem, as far as the choice of a kernel depends on it.
+
+    Attributes:
+        device_type: "cpu", "cuda", "mps", ...
+        compute_capability: (major, minor) of a CUDA device, else None.
+        is_rocm: A CUDA device that is really an AMD one.
+        dtype: Of q, k and v.
+        head_dim: D.
+        precision: "accurate" or "faithful".
+    """
+
+    device_type: str
+    compute_capability: tuple[int, int] | None
+    is_rocm: bool
+    dtype: torch.dtype
+    head_dim: int
+    precision: str
+
+    @classmethod
+    def on(
+        cls, device: torch.device, dtype: torch.dtype, head_dim: int, precision: str
+    ) -> "KernelCase":
+        """Describe a problem on a device of this machine."""
+        is_cuda = device.type == "cuda"
+        return cls(
+            device_type=device.type,
+            compute_capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+            is_rocm=torch.version.hip is not None,
+            dtype=dtype,
+            head_dim=head_dim,
+            precision=precision,
+        )
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What one implementation of Nox's attention accepts, as data.
+
+    Attributes:
+        name: Shown to the user.
+        device_type: Where it runs.
+        head_dim: The only D it takes.
+        dtypes: Dtypes of q, k and v.
+        precisions: Arithmetic it offers.
+        note: What the user should know when it is picked; "" for a kernel at full speed.
+    """
+
+    name: str
+    device_type: str
+    head_dim: int
+    dtypes: tuple[torch.dtype, ...]
+    precisions: tuple[str, ...]
+    note: str
+
+    def why_not(self, case: KernelCase) -> str | None:
+        """None if it accepts the case, else the reason."""
+        if case.device_type != self.device_type:
+            return f"{self.name} runs on {self.device_type}, the tensors are on {case.device_type}"
+        if case.is_rocm and self.device_type == "cuda":
+            return f"{self.name} needs an NVIDIA GPU, this one runs on ROCm"
+        if case.compute_capability and case.compute_capability < MIN_COMPUTE_CAPABILITY:
+            major, minor = case.compute_capability
+            return f"{self.name} needs compute capability 8.0 (RTX 30 or newer), this GPU has {major}.{minor}"
+        if case.head_dim != self.head_dim:
+            return f"{self.name} needs head_dim {self.head_dim}, got {case.head_dim}"
+        if case.dtype not in self.dtypes:
+            return f"{self.name} does not take {str(case.dtype).removeprefix('torch.')}"
+        if case.precision not in self.precisions:
+            return f"{self.name} has no precision {case.precision}"
+        return None
+
+
+def _reference(device_type: str, note: str) -> KernelSpec:
+    return KernelSpec(f"reference ({device_type})", device_type, 128, DTYPES, PRECISIONS, note)
+
+
+KERNELS = (
+    _reference("cpu", "PyTorch reference: right, but slow"),
+    _reference("cuda", "PyTorch reference: right, but slower than the host's own attention"),
+)
+
+
+def pick(case: KernelCase) -> KernelSpec:
+    """The implementation that serves a case.
+
+    Raises:
+        NoKernelError: None does; the message holds every candidate's reason.
+    """
+    reasons = []
+    for spec in KERNELS:
+        reason = spec.why_not(case)
+        if reason is None:
+            return spec
+        reasons.append(reason)
+    raise NoKernelError("; ".join(reasons))

@@ -1,0 +1,1 @@
+"""Other programs that run H3, with our attention put in."""

@@ -1,0 +1,389 @@
+"""Reference: the slow torch twin of every op, and the contract that kernels are held to.
+
+Integer products are computed as float32 matrix products, which are exact here: |sum| is at most
+127 * 127 * 128 < 2^24 for Q K^T and 255 * 127 * 128 < 2^24 for P V. Sums that are not exact are
+taken in float64. So a result depends neither on how the work is split nor on the device's
+order of summation.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+BITS = 32  # KV tiles in one word of a selection
+SAMPLE_STRIDE = 16  # every 16th packed row stands for all of them: no pass over K or V is spent
+ELEMENTS_PER_CHUNK = 1 << 24  # bounds every temporary to 64 MB of float32
+QUERY_TILES_PER_CHUNK = 32  # attended at once; a [32, 128, 128] step stays in cache
+
+
+class TileImages(NamedTuple):
+    """What the pre-pass writes: Q, K and V quantised in tile order, and their tile means.
+
+    H heads, Nq query tiles of 128 slots, Nk KV tiles of 64 slots, D = 128 channels.
+    """
+
+    q: Tensor  # [H, Nq, 128, D] int8
+    q_scale: Tensor  # [H, Nq, 128] float32, one per row
+    k: Tensor  # [H, Nk, 64, D] int8
+    k_scale: Tensor  # [H, Nk, 4] float32; key j of a tile uses entry (j % 8) // 2
+    v: Tensor  # [H, Nk, 64, D] int8, or the bytes of e4m3 where the head is flagged
+    v_tile_scale: Tensor  # [H, Nk] float32, beside the channel scale; 1 for e4m3
+    v_channel_scale: Tensor  # [H, D] float32
+    v_is_e4m3: Tensor  # [H] bool: this head takes FP8 P V
+    q_mean: Tensor  # [H, Nq, D] float32, means of the given values over real rows
+    k_mean: Tensor  # [H, Nk, D] float32
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate the last axis by the normalised Hadamard matrix of its length, a power of two.
+
+    Done by additions in a fixed order (the fast Walsh-Hadamard transform), not as a matrix
+    product, so that its bits do not depend on the number of rows.
+    """
+    size = x.shape[-1]
+    width = 1
+    while width < size:
+        a, b = x.unflatten(-1, (size // (2 * width), 2, width)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        width *= 2
+    return x * size**-0.5
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Attention in float64: the truth that errors are measured against.
+
+    Args:
+        q: [H, R, D]; any number of rows.
+        k: [H, S, D].
+        v: [H, S, D].
+        keep: [H, R, S] bool, the keys each row may see; None = all.
+
+    Returns:
+        [H, R, D] float64.
+    """
+    logits = q.double() @ k.double().transpose(1, 2) * q.shape[-1] ** -0.5
+    if keep is not None:
+        logits = logits.masked_fill(~keep, -math.inf)
+    return logits.softmax(dim=2) @ v.double()
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """[H, Nq, Nk] bool -> [H, Nq, ceil(Nk / 32)] int32; bit j % 32 of word j // 32 is KV tile j."""
+    num_words = math.ceil(mask.shape[2] / BITS)
+    padded = torch.nn.functional.pad(mask, (0, num_words * BITS - mask.shape[2]))
+    # the words are summed in 64 bits; the conversion keeps the low 32, sign bit included
+    weight = 1 << torch.arange(BITS, device=mask.device)
+    return (padded.unflatten(2, (num_words, BITS)) * weight).sum(3).to(torch.int32)
+
+
+def unpack_bits(bits: Tensor, num_kv_tiles: int) -> Tensor:
+    """The inverse of `pack_bits`."""
+    bit = torch.arange(BITS, device=bits.device, dtype=torch.int32)
+    return ((bits[..., None] >> bit) & 1).bool().flatten(2)[..., :num_kv_tiles]
+
+
+def pool_tiles(x: Tensor, valid_count: Tensor) -> Tensor:
+    """Mean of the real rows of each tile.
+
+    Args:
+        x: [H, N, T, D] in tile order; rows past valid_count[n] are padding.
+        valid_count: [N] int32, real rows per tile, 0..T.
+
+    Returns:
+        [H, N, D] float32; 0 for a tile without a real row.
+    """
+    real = torch.arange(x.shape[2], device=x.device) < valid_count[:, None]  # [N, T]
+    total = torch.where(real[:, :, None], x.float(), 0.0).sum(dim=2)  # [H, N, D]
+    return total / valid_count.clamp(min=1)[:, None]
+
+
+# ---- pre-pass ------------------------------------------------------------------------------------
+
+
+def _to_tiles(x: Tensor, slot_row: Tensor, tile: int) -> Tensor:
+    """[H, S, D] -> [H, N, tile, D]; empty slots hold 0."""
+    tiles = x.index_select(1, slot_row.clamp(min=0))
+    tiles.masked_fill_((slot_row < 0)[None, :, None], 0)
+    return tiles.view(x.shape[0], -1, tile, x.shape[2])
+
+
+def _quantise_accurate(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """INT8 with scale amax / 127, round half to even; a group of zeros gives zeros.
+
+    `amax` broadcasts against `tiles`.
+    """
+    multiplier = torch.where(amax > 0, 127.0 / amax, 0.0)
+    return (tiles * multiplier).round().clamp(-127, 127).to(torch.int8), amax / 127.0
+
+
+def _quantise_faithful(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """INT8 as SageAttention 2.2's per-thread quantiser: scale amax / 127 + 1e-7, half away from 0."""
+    scale = (amax.double() * (1 / 127) + 1e-7).float()
+    scaled = tiles * scale.reciprocal()
+    return (scaled + torch.where(scaled >= 0, 0.5, -0.5)).trunc().to(torch.int8), scale
+
+
+def _key_groups(tiles: Tensor) -> Tensor:
+    """[H, N, T, D] -> [H, N, T / 8, 4, 2, D]: keys j with the same (j % 8) // 2 share a scale."""
+    return tiles.unflatten(2, (-1, 4, 2))
+
+
+def _pack_qk_accurate(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, ...]:
+    """K centred by its sampled mean, both rotated; a scale per Q row, four per 64 keys."""
+    k = hadamard(k - k[:, ::SAMPLE_STRIDE].mean(dim=1, keepdim=True))
+    q_tiles = _to_tiles(hadamard(q), slot_row, 128)
+    q8, q_scale = _quantise_accurate(q_tiles, q_tiles.abs().amax(3, keepdim=True))
+    k_groups = _key_groups(_to_tiles(k, slot_row, 64))
+    k8, k_scale = _quantise_accurate(k_groups, k_groups.abs().amax((2, 4, 5), keepdim=True))
+    return q8, q_scale.squeeze(3), k8.flatten(2, 4), k_scale.flatten(2)
+
+
+def _pack_qk_faithful(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, ...]:
+    """SageAttention 2.2 on sm_90: K minus its mean, scales per thread.
+
+    16 query rows share 8 scales (rows r and r + 8), 128 keys share 4.
+    """
+    q_tiles = _to_tiles(q.float(), slot_row, 128).unflatten(2, (8, 2, 8))  # [H, Nq, 8, 2, 8, D]
+    q8, q_scale = _quantise_faithful(q_tiles, q_tiles.abs().amax((3, 5), keepdim=True))
+    smooth = (k - k.mean(dim=1, keepdim=True)).float()  # rounded to k's dtype, as upstream does
+    k_groups = _key_groups(_to_tiles(smooth, slot_row, 128))  # [H, Nk / 2, 16, 4, 2, D]
+    k8, k_scale = _quantise_faithful(k_groups, k_groups.abs().amax((2, 4, 5), keepdim=True))
+    return (
+        q8.flatten(2, 4),
+        q_scale.expand(-1, -1, -1, 2, -1, -1).flatten(2),
+        k8.flatten(2, 4).unflatten(2, (2, 64)).flatten(1, 2),
+        k_scale.flatten(2).repeat_interleave(2, dim=1),
+    )
+
+
+def _pack_v_e4m3(v: Tensor, slot_row: Tensor) -> tuple[Tensor, Tensor]:
+    """V as e4m3 with a scale per channel; a channel of zeros stays zero."""
+    amax = v.abs().amax(dim=1)  # [H, D]
+    multiplier = torch.where(amax > 0, E4M3_MAX / amax, 0.0)
+    tiles = _to_tiles(v, slot_row, 64) * multiplier[:, None, None]
+    return tiles.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.int8), amax / E4M3_MAX
+
+
+def _pack_v_int8(v: Tensor, slot_row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """V as INT8: a sampled mean-abs per channel times one scale per tile.
+
+    Returns:
+        Image, tile scale [H, Nk], channel scale [H, D], and a flag [H] for heads whose V this
+        cannot hold: where the expected rounding error exceeds 0.035 of V, INT8 P V would lose to
+        FP8 P V (0.0355 in all), as it does when one value towers over its tile.
+    """
+    channel = v[:, ::SAMPLE_STRIDE].abs().mean(dim=1)  # [H, D]
+    # a channel that is silent in the sample must not blow up where it is not
+    channel = channel.maximum(channel.mean(dim=1, keepdim=True) * 2.0**-10).clamp(min=1e-30)
+    tiles = _to_tiles(v, slot_row, 64) / channel[:, None, None]
+    # floor: a quiet tile must not make its own weights vanish beside the others'
+    amax = tiles.abs().amax((2, 3), keepdim=True).maximum(torch.ones_like(tiles[:, :1, :1, :1]))
+    image, tile_scale = _quantise_accurate(tiles, amax)
+    tile_scale = tile_scale.flatten(1)
+    rounding = (tile_scale.double() ** 2 / 12).mean(1) * (channel.double() ** 2).mean(1)
+    power = (v.double() ** 2).mean((1, 2))
+    return image, tile_scale, channel, rounding > 0.035**2 * power
+
+
+def _pack_heads(
+    q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, valid_count: Tensor, precision: str
+):
+    pack_qk = _pack_qk_accurate if precision == "accurate" else _pack_qk_faithful
+    means = (
+        pool_tiles(_to_tiles(q.float(), slot_row, 128), valid_count.view(-1, 2).sum(1)),
+        pool_tiles(_to_tiles(k.float(), slot_row, 64), valid_count),
+    )
+    if precision == "accurate":
+        q, k = q.float(), k.float()
+    q8, q_scale, k8, k_scale = pack_qk(q, k, slot_row)
+    v = v.float()
+    v8, channel_scale = _pack_v_e4m3(v, slot_row)
+    tile_scale = torch.ones_like(k_scale[:, :, 0])
+    is_e4m3 = torch.ones_like(channel_scale[:, 0], dtype=torch.bool)
+    if precision == "accurate":
+        v_int8, int8_tile_scale, int8_channel_scale, is_e4m3 = _pack_v_int8(v, slot_row)
+        v8 = torch.where(is_e4m3[:, None, None, None], v8, v_int8)
+        tile_scale = torch.where(is_e4m3[:, None], tile_scale, int8_tile_scale)
+        channel_scale = torch.where(is_e4m3[:, None], channel_scale, int8_channel_scale)
+    return TileImages(q8, q_scale, k8, k_scale, v8, tile_scale, channel_scale, is_e4m3, *means)
+
+
+def pack_tiles(
+    q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, valid_count: Tensor, precision: str
+) -> TileImages:
+    """Gather, centre, rotate, quantise and pool Q, K and V.
+
+    Args:
+        q: [H, S, 128], any strides, a float dtype.
+        k: The same.
+        v: The same.
+        slot_row: [num_slots] int64, the packed row in each slot, -1 = empty; a multiple of 128.
+        valid_count: [Nk] int32, real rows of each KV tile.
+        precision: "accurate" or "faithful".
+    """
+    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (slot_row.shape[0] * q.shape[2]))
+    parts = [
+        _pack_heads(*qkv, slot_row, valid_count, precision)
+        for qkv in zip(*(x.split(heads_per_chunk) for x in (q, k, v)), strict=True)
+    ]
+    return TileImages(*map(torch.cat, zip(*parts, strict=True)))
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """Two KV tiles for each of B query tiles of one head."""
+
+    score: Tensor  # [B, 128, 128] float32, the integers of Q K^T
+    scale: Tensor  # [B, 128, 128], Q scale times K scale
+    is_key: Tensor  # [B, 1, 128] bool
+    v: Tensor  # [B, 128, D] float32, the values of the image
+    v_tile_scale: Tensor  # [B, 1, 128]
+    is_live: Tensor  # [B, 1, 1] bool: the query tile still has a tile to visit
+    is_last: Tensor  # [B, 1, 1] bool
+
+
+def _steps(images: TileImages, query: Tensor, kept: Tensor, count: Tensor, valid_count: Tensor):
+    """Walk the kept tiles of B query tiles upwards, two at a time.
+
+    Args:
+        images: Tile images of one head, without the head axis.
+        query: [B] query tile of each item.
+        kept: [B, Nk] its kept KV tiles, ascending, in the first `count` places.
+        count: [B].
+        valid_count: [Nk].
+
+    Yields:
+        A `_Step` for every 128 keys.
+    """
+    q = images.q[query].float()
+    q_scale = images.q_scale[query, :, None]
+    slot = torch.arange(64, device=kept.device)
+    scale_of_key = slot % 8 // 2
+    kept = torch.nn.functional.pad(kept, (0, 1))
+    for step_idx in range(math.ceil(int(count.max()) / 2)):
+        place = torch.arange(2 * step_idx, 2 * step_idx + 2, device=kept.device)
+        tile = kept[:, place]  # [B, 2]
+        valid = torch.where(place < count[:, None], valid_count[tile], 0)
+        v = images.v[tile].flatten(1, 2)
+        yield _Step(
+            score=q @ images.k[tile].flatten(1, 2).float().transpose(1, 2),
+            scale=q_scale * images.k_scale[tile][..., scale_of_key].flatten(1)[:, None],
+            is_key=(slot < valid[..., None]).flatten(1)[:, None],
+            v=(v.view(E4M3) if images.v_is_e4m3 else v).float(),
+            v_tile_scale=images.v_tile_scale[tile].repeat_interleave(64, dim=1)[:, None],
+            is_live=(place[0] < count)[:, None, None],
+            is_last=(step_idx == (count - 1) // 2)[:, None, None],
+        )
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Sum over the last axis, kept, without an order that matters."""
+    return x.double().sum(dim=2, keepdim=True).float()
+
+
+def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """a * b + c, rounded once: float64 holds the product of two float32 exactly."""
+    return (a.double() * b + c).float()
+
+
+def _attend_int8(steps: Iterator[_Step], out: Tensor) -> Tensor:
+    """Softmax and P V with u8 P and s8 V; O and d in units of the step's reference.
+
+    The tile scale of V rides in P's exponent and is divided out of the denominator again. The
+    reference follows the step's maximum, but stays within 24 bits of the running one, so that O
+    cannot overflow.
+    """
+    denominator = torch.zeros_like(out[..., :1])
+    running = torch.full_like(denominator, -math.inf)
+    reference = torch.full_like(denominator, -1e30)
+    log2_scale = _log2_softmax_scale(out.shape[2])
+    for step in steps:
+        addend = step.v_tile_scale.log2()
+        logit = step.score * (step.scale * log2_scale)
+        highest = (logit + addend).masked_fill(~step.is_key, -math.inf).amax(2, keepdim=True)
+        running = running.maximum(highest)
+        fresh = (highest - 7.994).maximum(running - 24.0)  # 2^7.994 rounds to 255
+        fresh = torch.where(step.is_live, fresh, reference)
+        carry = (reference - fresh).exp2()
+        p = (logit + (addend - fresh)).exp2().round().masked_fill(~step.is_key, 0.0)
+        out = out * carry + p @ step.v
+        denominator = denominator * carry + _sum(p / step.v_tile_scale)
+        reference = fresh
+    return out / denominator
+
+
+def _attend_e4m3(steps: Iterator[_Step], out: Tensor) -> Tensor:
+    """Softmax and P V of SageAttention 2.2 on sm_90: e4m3 P and V, promoted every 128 keys.
+
+    The maximum is kept 8.807 < log2(448) below the true one, so that P fills e4m3's range. The
+    last step dequantises its scores before the softmax scale, a rounding earlier.
+    """
+    denominator = torch.ones_like(out[..., :1])
+    highest = torch.full_like(denominator, -5e6)
+    log2_scale = _log2_softmax_scale(out.shape[2])
+    for step in steps:
+        score = step.score.masked_fill(~step.is_key, -math.inf)
+        score = torch.where(step.is_last, score * step.scale, score)
+        factor = torch.where(step.is_last, log2_scale, step.scale * log2_scale)
+        peak = _fma(score, factor, -8.807).amax(2, keepdim=True)
+        fresh = torch.where(step.is_live, highest.maximum(peak), highest)
+        p = _fma(score, factor, -fresh).exp2()
+        carry = (highest - fresh).exp2()
+        denominator = _fma(denominator, carry, _sum(p))
+        p8 = p.clamp(max=E4M3_MAX).to(E4M3)
+        # a product of two e4m3 values, and the sum of 128 of them, is exact in float64
+        partial = (p8.double() @ step.v.double()).float()
+        out = _fma(out, carry, partial)
+        highest = fresh
+    return out * denominator.reciprocal()
+
+
+def _log2_softmax_scale(head_dim: int) -> float:
+    """1 / sqrt(D) * log2(e), rounded as a kernel in float32 has it."""
+    return float(torch.tensor(head_dim**-0.5) * torch.tensor(1.44269504))
+
+
+def _attend_head(images: TileImages, mask: Tensor, valid_count: Tensor) -> Tensor:
+    """One head, without the head axis: mask [Nq, Nk] -> [Nq, 128, D] float32."""
+    count = mask.sum(1)
+    kept = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+    attend = _attend_e4m3 if images.v_is_e4m3 else _attend_int8
+    out = torch.zeros(images.q.shape, dtype=torch.float32, device=mask.device)
+    # tiles with about as many steps share a chunk; the split does not touch the result
+    for query in count.argsort(stable=True).split(QUERY_TILES_PER_CHUNK):
+        steps = _steps(images, query, kept[query], count[query], valid_count)
+        out[query] = attend(steps, out[query]) * images.v_channel_scale
+    return out
+
+
+def tile_attention(
+    images: TileImages, bits: Tensor, valid_count: Tensor, row_slot: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Attention over the selected KV tiles.
+
+    Args:
+        images: Tile images of Q, K and V.
+        bits: [H, Nq, ceil(Nk / 32)] int32 selection; every row selects a tile, never an empty one.
+        valid_count: [Nk] int32.
+        row_slot: [S] int64, the slot of each packed row.
+        dtype: Of the result.
+
+    Returns:
+        [S, H, D] in packed order.
+    """
+    num_heads, num_kv_tiles = images.k.shape[:2]
+    out = torch.empty(
+        row_slot.shape[0], num_heads, images.q.shape[3], dtype=dtype, device=bits.device
+    )
+    for head in range(num_heads):
+        mask = unpack_bits(bits[head, None], num_kv_tiles)[0]
+        slots = _attend_head(TileImages(*(x[head] for x in images)), mask, valid_count)
+        out[:, head] = slots.flatten(0, 1).index_select(0, row_slot).to(dtype)
+    return out

@@ -1,0 +1,431 @@
+"""Video: writes one playable MP4 from frames and sound."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+import wave
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import NoxError, RequestError
+
+_VIDEO_ENCODER = "libx264"
+_AUDIO_ENCODER = "aac"
+_AUDIO_BIT_RATE = 256_000
+_BT709 = 1  # the number of BT.709 in all three H.264 colour tables: primaries, transfer, matrix
+_LIMITED_RANGE = 1  # luma 16..235
+# Channel order of a waveform without a label.
+_LAYOUTS = {1: "mono", 2: "stereo", 3: "3.0", 4: "4.0", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
+# AAC has no standard layout for these, and PyAV (16.0, 18.1) crashes the process that decodes
+# 8 planar channels, ComfyUI's loader included.
+_MIXED_TO_STEREO = ("6.1", "7.1")
+_MAX_LENGTH_GAP_S = 0.1
+_MIN_AUDIO_STD = 1e-5
+_MIN_CRF = 0.1  # at 0 x264 turns to its lossless 4:4:4 profile, which browsers cannot play
+
+
+@dataclass(frozen=True, eq=False)
+class Audio:
+    """Sound of a clip: waveform [C, L] or [1, C, L], any float dtype, nominally in -1..1."""
+
+    waveform: Tensor
+    sample_rate: int  # Hz
+
+
+@dataclass(frozen=True)
+class WrittenVideo:
+    """What was written; width and height are those of the file, after padding to even sizes."""
+
+    path: str
+    width: int
+    height: int
+    num_frames: int
+    warnings: tuple[str, ...]  # one plain sentence each
+
+
+class NameTakenError(NoxError, FileExistsError):
+    """The file exists already; nothing was written."""
+
+
+class _SoundError(Exception):
+    """The audio encoder gave up; carries its own message."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Clip:
+    """The picture half of a file, checked."""
+
+    frames: Tensor  # [F, H, W, C >= 3]
+    rate: Fraction  # frames per second
+    crf: float
+    preset: str
+    metadata: dict[str, str]
+    progress: Callable[[int, int], None] | None
+
+    @property
+    def even_size(self) -> tuple[int, int]:
+        """(height, width) of the file: 4:2:0 shares one colour sample between 2x2 pixels."""
+        height, width = self.frames.shape[1:3]
+        return height + height % 2, width + width % 2
+
+
+@dataclass(frozen=True, eq=False)
+class _Sound:
+    """The audio half of a file, checked and cleaned."""
+
+    samples: np.ndarray  # [C, L] float32 in -1..1
+    sample_rate: int  # Hz
+
+    @property
+    def seconds(self) -> float:
+        return self.samples.shape[1] / self.sample_rate
+
+
+def write_video(
+    path: str | os.PathLike[str],
+    frames: Tensor,
+    audio: Audio | None = None,
+    *,
+    fps: float | Fraction = 24,
+    crf: float = 18,
+    preset: str = "medium",
+    metadata: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> WrittenVideo:
+    """Write frames and sound as H.264 + AAC; an existing file is never touched.
+
+    Args:
+        path: target, in a folder that exists.
+        frames: [F, H, W, C >= 3] float in 0..1 on any device, read one frame at a time;
+            only the first three channels (RGB) are used.
+        audio: sound of the clip; None or zero samples give a file without an audio stream.
+        fps: frames per second.
+        crf: x264's quality, 0 (largest file) .. 51 (smallest).
+        preset: x264's speed name.
+        metadata: text tags of the container, written as they are.
+        progress: called with (frames done, F) after each frame.
+
+    Returns:
+        The file's facts, with a sentence for everything that was not taken as given.
+
+    Raises:
+        RequestError: frames, sound or numbers that cannot become a video.
+        NameTakenError: path exists.
+        NoxError: the file could not be written; no part of it stays behind.
+    """
+    _check_frames(frames)
+    clip = _Clip(
+        frames, _frame_rate(fps), _checked_crf(crf), preset, dict(metadata or {}), progress
+    )
+    target = os.path.abspath(os.fspath(path))
+    _check_target(target)
+    _check_encoder()
+    warnings: list[str] = []
+    sound = _clean_sound(audio, warnings)
+    _compare_sizes(clip, warnings)
+    _compare_lengths(clip, sound, warnings)
+
+    part = os.path.join(os.path.dirname(target), f".nox-{uuid.uuid4().hex}.part")
+    try:
+        with _plain_errors(target):
+            try:
+                num_bad_frames = _encode(part, clip, sound)
+            except _SoundError as err:
+                num_bad_frames = _encode(part, clip, None)
+                warnings.append(_rescue_sound(target, sound, str(err)))
+            _publish(part, target)
+    finally:
+        with contextlib.suppress(OSError):  # after _publish there is nothing left to remove
+            os.unlink(part)
+    if num_bad_frames:
+        warnings.append(
+            f"{num_bad_frames} of {len(frames)} frames hold invalid pixels (NaN or infinite); "
+            "those pixels were saved as black."
+        )
+    height, width = clip.even_size
+    return WrittenVideo(target, width, height, len(frames), tuple(warnings))
+
+
+def _check_frames(frames: Tensor) -> None:
+    shape = tuple(getattr(frames, "shape", ()))
+    if len(shape) != 4 or min(shape) < 1 or shape[3] < 3:
+        raise RequestError(
+            "A video needs at least one RGB frame, as a batch [frames, height, width, channels]; "
+            f"this one has shape {list(shape)}."
+        )
+    if not frames.is_floating_point():
+        raise RequestError(f"Frames must be numbers in 0..1 (float), these are {frames.dtype}.")
+
+
+def _frame_rate(fps: float | Fraction) -> Fraction:
+    # The MP4 clock is a 32-bit fraction: outside this window it cannot count frames.
+    if not 0.001 <= fps <= 10_000:
+        raise RequestError(f"The frame rate must be between 0.001 and 10000 fps, it is {fps}.")
+    return Fraction(fps).limit_denominator(100_000)
+
+
+def _checked_crf(crf: float) -> float:
+    if not 0 <= crf <= 51:
+        raise RequestError(f"crf must be between 0 (best) and 51 (smallest file), it is {crf}.")
+    return max(crf, _MIN_CRF)
+
+
+def _check_target(target: str) -> None:
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise NoxError(f"The video cannot be saved because the folder {folder} does not exist.")
+    if os.path.lexists(target):
+        raise NameTakenError(f"{target} exists already and was left as it is; choose another name.")
+
+
+def _check_encoder() -> None:
+    try:
+        import av
+    except ImportError as err:
+        raise NoxError(
+            f"Videos cannot be saved because PyAV does not load ({err}); run: pip install av"
+        ) from err
+    if _VIDEO_ENCODER not in av.codecs_available:
+        raise NoxError(
+            "Videos cannot be saved because this PyAV was built without the H.264 encoder "
+            "libx264; install the standard wheel: pip install --force-reinstall av"
+        )
+
+
+def _clean_sound(audio: Audio | None, warnings: list[str]) -> _Sound | None:
+    """Finite samples in -1..1; None where there is nothing to hear. Adds a sentence per repair."""
+    if audio is None or audio.waveform.numel() == 0:
+        return None
+    waveform = audio.waveform.detach()
+    sample_rate = round(audio.sample_rate)
+    if waveform.ndim not in (1, 2, 3) or sample_rate < 1:
+        raise RequestError(
+            "Sound must be a waveform [channels, samples] with a positive sample rate; this one "
+            f"has shape {list(waveform.shape)} at {audio.sample_rate} Hz."
+        )
+    if waveform.ndim == 3:
+        if len(waveform) > 1:
+            warnings.append(f"Of {len(waveform)} sound tracks in the batch the first was saved.")
+        waveform = waveform[0]
+    samples = np.array(waveform.float().cpu().numpy(), ndmin=2)  # a copy: the caller's stays
+    if len(samples) not in _LAYOUTS:
+        warnings.append(f"Of {len(samples)} sound channels the first two were saved.")
+        samples = samples[:2]
+    elif _LAYOUTS[len(samples)] in _MIXED_TO_STEREO:
+        warnings.append(f"The {len(samples)} sound channels were mixed to stereo.")
+
+    finite = np.isfinite(samples)
+    num_invalid = samples.size - int(np.count_nonzero(finite))
+    if num_invalid:
+        warnings.append(
+            f"{num_invalid} of {samples.size} sound samples are invalid (NaN or infinite); "
+            "they were replaced by silence."
+        )
+        samples[~finite] = 0.0
+    num_loud = int(np.count_nonzero(np.abs(samples) > 1.0))
+    if num_loud:
+        warnings.append(
+            f"{num_loud} of {samples.size} sound samples are louder than full scale "
+            f"(peak {np.abs(samples).max():.3g}); they were cut to full scale and may crackle."
+        )
+        np.clip(samples, -1.0, 1.0, out=samples)
+    if samples.std(axis=1, dtype=np.float64).max() < _MIN_AUDIO_STD:
+        warnings.append(
+            f"The sound is silent: every sample has the same value ({samples[0, 0]:.3g}). "
+            "If you expected sound, the audio decoder returned nothing useful."
+        )
+    return _Sound(np.ascontiguousarray(samples), sample_rate)
+
+
+def _compare_sizes(clip: _Clip, warnings: list[str]) -> None:
+    height, width = clip.frames.shape[1:3]
+    if (height, width) == clip.even_size:
+        return
+    # H.264's cropping counts in 4:2:0 units of two pixels, and players ignore MP4's own, so an
+    # odd size cannot be displayed as such.
+    edges = [e for e, n in (("right", width), ("bottom", height)) if n % 2]
+    warnings.append(
+        f"The frames are {width}x{height}, but H.264 needs even sizes: one line of pixels was "
+        f"repeated at the {' and '.join(edges)} edge, and the video is "
+        f"{clip.even_size[1]}x{clip.even_size[0]}."
+    )
+
+
+def _compare_lengths(clip: _Clip, sound: _Sound | None, warnings: list[str]) -> None:
+    video_s = float(len(clip.frames) / clip.rate)
+    if sound is not None and abs(sound.seconds - video_s) > _MAX_LENGTH_GAP_S:
+        warnings.append(
+            f"The sound is {sound.seconds:.2f} s long and the picture {video_s:.2f} s "
+            f"({len(clip.frames)} frames at {float(clip.rate):g} fps); both were saved whole."
+        )
+
+
+def _encode(part: str, clip: _Clip, sound: _Sound | None) -> int:
+    """Write the file `part`; returns the number of frames with a non-finite pixel."""
+    import av
+
+    # As options of the container alone: handed to every codec, macOS' AAC rejects them.
+    container_options = {"movflags": "use_metadata_tags+faststart"}
+    num_bad_frames = 0
+    with av.open(
+        part, "w", format="mp4", container_options=container_options, metadata_errors="replace"
+    ) as container:
+        container.metadata.update(clip.metadata)  # the header is written with the first packet
+        stream = _add_video_stream(container, clip)
+        # Sound first, kept as packets (32 kB a second): a failure then costs no picture.
+        sound_packets = deque(_encode_sound(container, sound) if sound is not None else ())
+        for frame_idx, frame in enumerate(clip.frames):
+            picture, all_finite = _to_yuv(frame, frame_idx, clip)
+            num_bad_frames += not all_finite
+            _mux_video(container, stream, picture)
+            now_s = frame_idx / clip.rate
+            while sound_packets and sound_packets[0].pts * sound_packets[0].time_base <= now_s:
+                container.mux(sound_packets.popleft())
+            if clip.progress is not None:
+                clip.progress(frame_idx + 1, len(clip.frames))
+        _mux_video(container, stream, None)
+        container.mux(list(sound_packets))
+    return num_bad_frames
+
+
+def _add_video_stream(container, clip: _Clip):
+    options = {"crf": f"{clip.crf:g}", "preset": clip.preset, "profile": "high"}
+    stream = container.add_stream(_VIDEO_ENCODER, rate=clip.rate, options=options)
+    stream.height, stream.width = clip.even_size
+    stream.pix_fmt = "yuv420p"
+    context = stream.codec_context
+    context.color_primaries = context.color_trc = context.colorspace = _BT709
+    context.color_range = _LIMITED_RANGE
+    return stream
+
+
+def _mux_video(container, stream, picture) -> None:
+    for packet in stream.encode(picture):
+        packet.duration = 1  # in frames; left at 0, a clip of one frame would last no time
+        container.mux(packet)
+
+
+def _to_yuv(frame: Tensor, frame_idx: int, clip: _Clip) -> tuple[object, bool]:
+    """Limited-range BT.709 picture of frame [H, W, C], and whether every pixel was finite."""
+    import av
+
+    rgb = frame[..., :3].detach().float()
+    all_finite = bool(torch.isfinite(rgb).all())
+    if not all_finite:
+        rgb = rgb.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    pixels = (rgb * 255.0).round_().clamp_(0.0, 255.0).to(torch.uint8).cpu().numpy()
+    height, width = clip.even_size
+    if pixels.shape[:2] != (height, width):
+        lines = ((0, height - pixels.shape[0]), (0, width - pixels.shape[1]), (0, 0))
+        pixels = np.pad(pixels, lines, mode="edge")
+    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24").reformat(
+        format="yuv420p",
+        src_color_range="JPEG",  # FFmpeg's name of full range
+        dst_color_range="MPEG",  # and of limited range
+        dst_colorspace="ITU709",
+    )
+    picture.pts = frame_idx
+    picture.time_base = 1 / clip.rate
+    return picture, all_finite
+
+
+def _encode_sound(container, sound: _Sound) -> Iterator:
+    """AAC packets of the whole sound, in order; _SoundError where the encoder refuses."""
+    import av
+
+    layout = _LAYOUTS[len(sound.samples)]
+    try:
+        rates = av.codec.Codec(_AUDIO_ENCODER, "w").audio_rates or [sound.sample_rate]
+        # The stream resamples and mixes by itself what differs from its own rate and layout.
+        stream = container.add_stream(
+            _AUDIO_ENCODER,
+            rate=min(rates, key=lambda rate: (abs(rate - sound.sample_rate), -rate)),
+            layout="stereo" if layout in _MIXED_TO_STEREO else layout,
+        )
+        stream.bit_rate = _AUDIO_BIT_RATE
+        for start in range(0, sound.samples.shape[1], sound.sample_rate):  # a second at a time
+            second = sound.samples[:, start : start + sound.sample_rate].T.reshape(1, -1)
+            # Interleaved: PyAV cannot fill a planar frame of 8 channels either.
+            chunk = av.AudioFrame.from_ndarray(second, format="flt", layout=layout)
+            chunk.sample_rate = sound.sample_rate
+            chunk.time_base = Fraction(1, sound.sample_rate)
+            chunk.pts = start
+            yield from stream.encode(chunk)
+        yield from stream.encode(None)
+    except (av.error.FFmpegError, ValueError) as err:
+        raise _SoundError(str(err)) from err
+
+
+def _rescue_sound(target: str, sound: _Sound, reason: str) -> str:
+    """Keep the sound as 16-bit WAV beside the video; returns the sentence that says so."""
+    stem = os.path.splitext(target)[0]
+    names = (f"{stem}{suffix}.wav" for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
+    wav_path = next(name for name in names if not os.path.lexists(name))
+    levels = np.rint(sound.samples.T * 32767.0).astype("<i2")  # [L, C], interleaved
+    try:
+        with open(wav_path, "xb") as file, wave.open(file, "wb") as wav:
+            wav.setnchannels(levels.shape[1])
+            wav.setsampwidth(2)
+            wav.setframerate(sound.sample_rate)
+            wav.writeframes(levels.tobytes())
+    except OSError as err:
+        with contextlib.suppress(OSError):
+            os.unlink(wav_path)
+        return (
+            f"The video was saved without sound: the AAC encoder failed ({reason}) and so did "
+            f"a WAV file beside it ({err.strerror})."
+        )
+    return (
+        f"The video was saved without sound because the AAC encoder failed ({reason}); the sound "
+        f"is beside it in {os.path.basename(wav_path)}."
+    )
+
+
+def _publish(part: str, target: str) -> None:
+    """Give the finished file its name, unless somebody else took it meanwhile."""
+    with open(part, "rb+") as file:
+        os.fsync(file.fileno())
+    # Creating exclusively reserves the name on every file system; hard links do not exist on all.
+    try:
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError as err:
+        raise NameTakenError(f"{target} was created meanwhile and was left as it is.") from err
+    try:
+        os.replace(part, target)
+    except OSError:
+        os.unlink(target)  # our own empty reservation
+        raise
+
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full; free some space and run again",
+    errno.EDQUOT: "your disk quota is used up; free some space and run again",
+    errno.EFBIG: "the file would be larger than the file system allows",
+    errno.EACCES: "the folder is not writable; check its permissions",
+    errno.EPERM: "the folder is not writable; check its permissions",
+    errno.EROFS: "the disk is read-only; choose another output folder",
+    errno.ENAMETOOLONG: "the file name is too long; shorten filename_prefix",
+}
+
+
+@contextlib.contextmanager
+def _plain_errors(target: str) -> Iterator[None]:
+    """Turn what FFmpeg or the file system raises into one sentence."""
+    import av
+
+    try:
+        yield
+    except NoxError:
+        raise
+    except (OSError, av.error.FFmpegError) as err:
+        reason = _REASONS.get(err.errno) or f"{err.strerror or err}"
+        raise NoxError(f"The video could not be saved as {target}: {reason}.") from err
