@@ -85,13 +85,13 @@ class KernelSpec:
         return None
 
 
-def _reference(device_type: str, note: str) -> KernelSpec:
-    return KernelSpec(f"reference ({device_type})", device_type, 128, DTYPES, PRECISIONS, note)
+def _reference(name: str, device_type: str, note: str) -> KernelSpec:
+    return KernelSpec(name, device_type, 128, DTYPES, PRECISIONS, note)
 
 
 KERNELS = (
-    _reference("cpu", "PyTorch reference: right, but slow"),
-    _reference("cuda", "PyTorch reference: right, but slower than the host's own attention"),
+    _reference("PyTorch reference on the CPU", "cpu", "right, but slow"),
+    _reference("PyTorch reference on the GPU", "cuda", "right, but slower than dense"),
 )
 
 

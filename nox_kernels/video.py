@@ -30,7 +30,7 @@ _LAYOUTS = {1: "mono", 2: "stereo", 3: "3.0", 4: "4.0", 5: "5.0", 6: "5.1", 7: "
 _MIXED_TO_STEREO = ("6.1", "7.1")
 _MAX_LENGTH_GAP_S = 0.1
 _MIN_AUDIO_STD = 1e-5
-_MIN_CRF = 0.1  # at 0 x264 turns to its lossless 4:4:4 profile, which browsers cannot play
+_MIN_CRF = 1  # at 0 x264 turns to its lossless 4:4:4 profile, which browsers cannot play
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,1 @@
+"""Nox's ComfyUI nodes: the only code that imports ComfyUI."""

@@ -1,0 +1,86 @@
+"""Nox H3 Attention: the mode switch."""
+
+from comfy_api.latest import io
+
+from ..nox_kernels.request import MODES, PRECISIONS, WINDOWS, AttentionRequest
+from . import h3_sequence, layout_files, patch
+from .run import Session
+
+
+class NoxAttention(io.ComfyNode):
+    """Chooses how MiniMax-H3 computes attention."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs keep their names and order for ever: saved workflows hold them."""
+        return io.Schema(
+            node_id="NoxAttention",
+            display_name="Nox H3 Attention",
+            category="Nox",
+            description="Makes MiniMax-H3's attention cheaper. Wire it after the model and its "
+            "LoRAs, before the scheduler and the guider.",
+            search_aliases=["sage", "sparse attention", "minimax", "speed", "nox"],
+            inputs=[
+                io.Model.Input("model", tooltip="A MiniMax-H3 model, from any loader."),
+                io.Combo.Input(
+                    "mode",
+                    options=list(MODES),
+                    default="sage",
+                    tooltip="sage: every tile, in INT8. sparse: only the best tiles, in INT8. "
+                    "dense: ComfyUI's own attention, as if this node were bypassed.",
+                ),
+                io.Int.Input(
+                    "budget",
+                    default=15,
+                    min=1,
+                    max=100,
+                    step=1,
+                    display_mode=io.NumberDisplay.slider,
+                    display_name="kept %",
+                    tooltip="Only for sparse: per cent of the video's tiles that each tile looks "
+                    "at. 15 keeps 15 % and skips 85 %; 100 equals sage. Text, conditions and "
+                    "audio are always kept on top.",
+                ),
+                io.Combo.Input(
+                    "layout",
+                    options=layout_files.layout_names(),
+                    default=WINDOWS,
+                    advanced=True,
+                    tooltip="Only for sparse: how video tokens are grouped into tiles. windows: "
+                    "3D boxes of time, height and width (uncalibrated). raster: rows of each "
+                    "frame. Further tables are files in models/nox_layouts.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=list(PRECISIONS),
+                    default="accurate",
+                    advanced=True,
+                    tooltip="accurate: about half the error of SageAttention 2.2. faithful: "
+                    "SageAttention 2.2's own arithmetic, to compare.",
+                ),
+            ],
+            outputs=[io.Model.Output()],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, mode="sage", budget=100, precision="accurate") -> bool | str:
+        """Say what is wrong before anything runs; a value that comes by wire is not known yet."""
+        try:
+            AttentionRequest(mode=mode, keep_ratio=budget / 100, precision=precision)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def execute(cls, model, mode, budget, layout, precision) -> io.NodeOutput:
+        """Return a patched clone; the model that came in stays as it is."""
+        shape = h3_sequence.model_shape(model)
+        request = AttentionRequest(
+            mode=mode, keep_ratio=budget / 100, layout=layout, precision=precision
+        )
+        if mode == "dense":
+            return io.NodeOutput(patch.apply_attention(model, None))
+        table = layout_files.load_table(layout, shape.num_layers, shape.num_heads)
+        session = Session(request, table, shape, str(cls.hidden.unique_id))
+        return io.NodeOutput(patch.apply_attention(model, session))

@@ -1,0 +1,80 @@
+"""Checkpoint: what a safetensors file holds, told from its header alone."""
+
+import json
+import struct
+from pathlib import Path
+
+MAX_HEADER_BYTES = 1 << 27  # a real header is under 1 MB per thousand tensors
+
+# The first kind whose keys are all in the file; keys may stand behind a prefix.
+KINDS = (
+    ("a LoRA", (".lora_A.weight",)),
+    ("a LoRA", (".lora_down.weight",)),
+    ("a MiniMax-H3 model", ("video_patch_proj.weight", "audio_patch_proj.weight")),
+    ("a text encoder", ("embed_tokens.weight",)),
+    ("an audio VAE", ("decoder.conv_pre.weight",)),
+    ("an audio VAE", ("dec_in_proj.weight",)),
+    ("a video VAE", ("decoder.x_embedder.weight",)),
+    ("a VAE", ("encoder.conv_in.weight", "decoder.conv_in.weight")),
+    ("a preview VAE", ("encoder.0.weight", "decoder.1.weight")),
+)
+
+
+def read_header(path: str | Path) -> dict:
+    """The tensors of a safetensors file: name -> {dtype, shape, data_offsets}.
+
+    Raises:
+        ValueError: The file is not safetensors, or is shorter than its header says; one sentence.
+    """
+    path = Path(path)
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= header_bytes <= MAX_HEADER_BYTES:
+            raise ValueError(f"{path.name} is not a safetensors file. Download it again.")
+        text = file.read(header_bytes)
+    try:
+        header = json.loads(text) if len(text) == header_bytes else None
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max(entry["data_offsets"][1] for entry in tensors.values())
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        if len(text) < header_bytes:
+            raise ValueError(_truncated(path, size_bytes, 8 + header_bytes)) from error
+        raise ValueError(f"{path.name} is not a safetensors file. Download it again.") from error
+    if 8 + header_bytes + end > size_bytes:
+        raise ValueError(_truncated(path, size_bytes, 8 + header_bytes + end))
+    return tensors
+
+
+def _truncated(path: Path, size_bytes: int, needed_bytes: int) -> str:
+    return (
+        f"{path.name} is truncated: it has {size_bytes:,} bytes, its header asks for "
+        f"{needed_bytes:,} or more. Download it again."
+    )
+
+
+def kind_of(tensors: dict) -> str:
+    """What a header describes, with its article: "a MiniMax-H3 model", "a LoRA", ..."""
+    for kind, suffixes in KINDS:
+        if all(any(name.endswith(suffix) for name in tensors) for suffix in suffixes):
+            return kind
+    return "another model"
+
+
+def check(path: str | Path, wanted: str) -> None:
+    """Refuse a file that is not `wanted`, a kind of `KINDS`, or not whole.
+
+    Files of other formats than safetensors (GGUF, .pt) are left to their loader.
+
+    Raises:
+        ValueError: One sentence.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".safetensors", ".sft"):
+        return
+    kind = kind_of(read_header(path))
+    if kind != wanted:
+        raise ValueError(
+            f"{path.name} is {kind}, but {wanted} is needed here. Choose another file."
+        )

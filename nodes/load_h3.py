@@ -1,0 +1,126 @@
+"""Nox Load MiniMax-H3: the diffusion model, its few-step LoRA, and how many steps that takes."""
+
+import re
+
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
+from comfy_api.latest import io
+
+from ..nox_kernels.errors import FileError
+from . import checkpoint
+
+NO_LORA = "none"
+DEFAULT_STEPS = 20
+WEIGHT_DTYPES = {
+    "default": {},
+    "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
+    "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
+    "fp8_e5m2": {"dtype": torch.float8_e5m2},
+}
+
+
+def steps_of(lora_name: str) -> int:
+    """Steps that a LoRA was made for, read from its name: "..._turbo_8step_..." is 8."""
+    match = re.search(r"(?<!\d)([48])[-_ ]?steps?(?![a-z])", lora_name.lower())
+    return int(match[1]) if match else DEFAULT_STEPS
+
+
+class NoxLoadH3(io.ComfyNode):
+    """Loads MiniMax-H3 and, if wanted, a few-step LoRA."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs keep their names and order for ever: saved workflows hold them."""
+        return io.Schema(
+            node_id="NoxLoadH3",
+            display_name="Nox Load MiniMax-H3",
+            category="Nox",
+            description="Loads a MiniMax-H3 diffusion model and a few-step LoRA, and gives the "
+            "number of steps to the scheduler. Every other Nox node works with any loader.",
+            search_aliases=["load diffusion model", "unet loader", "minimax", "lora", "nox"],
+            inputs=[
+                io.Combo.Input(
+                    "unet_name",
+                    options=folder_paths.get_filename_list("diffusion_models"),
+                    display_name="model",
+                    tooltip="A MiniMax-H3 file in models/diffusion_models.",
+                ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=list(WEIGHT_DTYPES),
+                    default="default",
+                    advanced=True,
+                    tooltip="Leave default: quantised files know their own types.",
+                ),
+                io.Combo.Input(
+                    "lora_name",
+                    options=[NO_LORA, *folder_paths.get_filename_list("loras")],
+                    default=NO_LORA,
+                    display_name="few-step LoRA",
+                    tooltip="A turbo LoRA in models/loras; with none, 20 steps.",
+                ),
+                io.Float.Input(
+                    "lora_strength",
+                    default=1.0,
+                    min=-10.0,
+                    max=10.0,
+                    step=0.01,
+                    tooltip="Strength of the LoRA; 0 leaves it out.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(),
+                io.Int.Output(
+                    "steps",
+                    tooltip="4 or 8 as the LoRA's name says, else 20; wire it to the scheduler.",
+                ),
+            ],
+            hidden=[io.Hidden.prompt],
+        )
+
+    @classmethod
+    def execute(cls, unet_name, weight_dtype, lora_name, lora_strength) -> io.NodeOutput:
+        """Check the files' headers first, then load as ComfyUI's own nodes do."""
+        path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+        _check(path, "a MiniMax-H3 model")
+        _refuse_wrong_task(unet_name, cls.hidden.prompt or {})
+        use_lora = lora_name != NO_LORA and lora_strength != 0
+        if use_lora:
+            lora_path = folder_paths.get_full_path_or_raise("loras", lora_name)
+            _check(lora_path, "a LoRA")
+        model = comfy.sd.load_diffusion_model(path, model_options=dict(WEIGHT_DTYPES[weight_dtype]))
+        if use_lora:
+            lora, metadata = comfy.utils.load_torch_file(
+                lora_path, safe_load=True, return_metadata=True
+            )
+            model, _ = comfy.sd.load_lora_for_models(
+                model, None, lora, lora_strength, 0, lora_metadata=metadata
+            )
+        return io.NodeOutput(model, steps_of(lora_name) if use_lora else DEFAULT_STEPS)
+
+
+def _check(path: str, wanted: str) -> None:
+    try:
+        checkpoint.check(path, wanted)
+    except ValueError as error:
+        raise FileError(str(error)) from error
+
+
+def _refuse_wrong_task(unet_name: str, prompt: dict) -> None:
+    """The two released models differ by their file name only, and each is useless for the other's."""
+    classes = {node.get("class_type") for node in prompt.values()}
+    makes_video = "MiniMaxH3ImageToVideo" in classes
+    uses_references = "MiniMaxH3ReferenceToVideo" in classes
+    name = unet_name.lower()
+    if "ref2v" in name and makes_video and not uses_references:
+        raise FileError(
+            f"{unet_name} is the reference-to-video model, but this graph makes video from text or "
+            f"keyframes. Choose the fl2va file, or load it with Load Diffusion Model to try anyway."
+        )
+    if "fl2v" in name and uses_references and not makes_video:
+        raise FileError(
+            f"{unet_name} is the text- and keyframe-to-video model, but this graph uses references. "
+            f"Choose the ref2va file, or load it with Load Diffusion Model to try anyway."
+        )

@@ -1,0 +1,224 @@
+"""Nox Save Video: one playable file with the workflow inside."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from datetime import datetime
+
+import folder_paths
+from comfy.cli_args import args
+from comfy.utils import ProgressBar
+from comfy_api.latest import InputImpl, io, ui
+
+from ..nox_kernels.errors import NoxError, RequestError
+from ..nox_kernels.video import Audio, NameTakenError, WrittenVideo, write_video
+from .filename import resolve_prefix
+from .run import reports_for
+
+_MP4 = "mp4 (H.264 + AAC)"
+_BOTH_INPUTS = (
+    "Nox Save Video has both images and a video connected; disconnect one, so that it is clear "
+    "which to save."
+)
+_UNWIRED = object()
+_NO_INPUT = "Nox Save Video has nothing to save; connect either images or a video."
+
+
+class NoxSaveVideo(io.ComfyNode):
+    """Saves IMAGE + AUDIO, or a VIDEO, as one MP4."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Sockets first, then widgets; names and order are part of saved workflows."""
+        return io.Schema(
+            node_id="NoxSaveVideo",
+            display_name="Nox Save Video",
+            category="Nox",
+            description=(
+                "Saves one video file with sound that plays everywhere. The workflow is stored in "
+                "the file: drag it onto the canvas to get the graph back."
+            ),
+            search_aliases=["save video", "export video", "mp4", "video combine"],
+            is_output_node=True,
+            inputs=[
+                io.Image.Input(
+                    "images",
+                    optional=True,
+                    tooltip="Frames to save. Connect either images or a video, not both.",
+                ),
+                io.Video.Input(
+                    "video",
+                    optional=True,
+                    tooltip="Video to save, with its own sound and frame rate. Connect either "
+                    "images or a video, not both.",
+                ),
+                io.Audio.Input(
+                    "audio",
+                    optional=True,
+                    tooltip="Sound of the file. Replaces the sound of a connected video.",
+                ),
+                io.Float.Input(
+                    "fps",
+                    default=24.0,
+                    min=0.01,
+                    max=1000.0,
+                    step=0.01,
+                    tooltip="Frames per second of connected images. MiniMax-H3 makes 24. A "
+                    "connected video keeps its own frame rate and ignores this.",
+                ),
+                io.String.Input(
+                    "filename_prefix",
+                    default="video/Nox_H3",
+                    tooltip="Where to save in the output folder; a / makes a folder. May hold "
+                    "%date:yyyy-MM-dd% or values of other nodes such as %KSampler.seed%.",
+                ),
+                io.Combo.Input("format", options=[_MP4], tooltip="Kind of file."),
+                io.Int.Input(
+                    "crf",
+                    default=18,
+                    min=0,
+                    max=51,
+                    tooltip="Picture quality: lower is better and makes a larger file. 18 looks "
+                    "like the original, 23 is smaller, 28 and more shows.",
+                ),
+                io.Boolean.Input(
+                    "save_metadata",
+                    default=True,
+                    advanced=True,
+                    tooltip="Store the workflow and Nox's run report in the file. Switch off to "
+                    "share a video without them.",
+                ),
+            ],
+            outputs=[
+                io.Video.Output("video", tooltip="The saved file."),
+                io.Image.Output(
+                    "last_frame", tooltip="The last frame before compression, to continue a clip."
+                ),
+                io.String.Output("path", tooltip="Full path of the saved file."),
+            ],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, filename_prefix, images=_UNWIRED, video=_UNWIRED) -> bool | str:
+        """Refuse before the run what would fail after it.
+
+        A wired socket arrives as None, its value being unknown yet. filename_prefix is named since
+        ComfyUI drops the answer of a check that looks at no input of the graph.
+        """
+        if images is _UNWIRED and video is _UNWIRED:
+            return _NO_INPUT
+        if images is not _UNWIRED and video is not _UNWIRED:
+            return _BOTH_INPUTS
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        fps: float,
+        filename_prefix: str,
+        format: str,
+        crf: int,
+        save_metadata: bool = True,
+        images=None,
+        video=None,
+        audio=None,
+    ) -> io.NodeOutput:
+        """Write the file; everything worth knowing about it goes under the preview."""
+        images, audio, fps = _frames_sound_and_rate(images, video, audio, fps)
+        prompt, extra = cls.hidden.prompt or {}, cls.hidden.extra_pnginfo or {}
+        reports = reports_for(prompt, cls.hidden.unique_id)
+        metadata = {}
+        if save_metadata and not args.disable_metadata:
+            metadata = _metadata(prompt, extra, [report.as_dict() for report in reports])
+
+        prefix = resolve_prefix(filename_prefix, prompt, extra.get("workflow"), datetime.now())
+        progress = ProgressBar(len(images))
+        written, subfolder = _write_next(
+            prefix, images, audio, fps=fps, crf=crf, metadata=metadata, progress=progress
+        )
+        for warning in written.warnings:
+            logging.warning("Nox Save Video: %s", warning)
+        lines = [report.line for report in reports] + list(written.warnings)
+        return io.NodeOutput(
+            # The file rather than the tensors: it holds no memory, it is exactly what was saved,
+            # a second saver copies it without another loss, and it carries the `nox` tag on.
+            InputImpl.VideoFromFile(written.path),
+            images[-1:, ..., :3].clone(),  # a view would keep the whole clip alive
+            written.path,
+            ui=_preview(os.path.basename(written.path), subfolder, lines),
+        )
+
+
+def _frames_sound_and_rate(images, video, audio, fps):
+    """(IMAGE, AUDIO or None, frames per second) of whichever input is connected."""
+    if images is not None and video is not None:
+        raise RequestError(_BOTH_INPUTS)
+    if images is not None:
+        return images, audio, fps
+    if video is None:
+        raise RequestError(_NO_INPUT)
+    parts = video.get_components()
+    return parts.images, parts.audio if audio is None else audio, parts.frame_rate
+
+
+def _metadata(prompt: dict, extra_pnginfo: dict, reports: list[dict]) -> dict[str, str]:
+    """Tags of the file: the page restores a graph from separate `prompt` and `workflow` tags."""
+    tags = dict(extra_pnginfo)
+    if prompt:
+        tags["prompt"] = prompt
+    if reports:
+        tags["nox"] = reports
+    return {name: json.dumps(_strict_json(value), allow_nan=False) for name, value in tags.items()}
+
+
+def _strict_json(value):
+    """The value with null for NaN and Infinity, which JSON does not know and the page rejects."""
+    if isinstance(value, dict):
+        return {key: _strict_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _write_next(
+    prefix: str, images, audio, *, fps, crf: int, metadata: dict[str, str], progress: ProgressBar
+) -> tuple[WrittenVideo, str]:
+    """Write under the first free number; returns what was written and its output subfolder."""
+    height, width = images.shape[1:3]
+    try:
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+            prefix, folder_paths.get_output_directory(), width, height
+        )
+    except OSError as err:
+        raise NoxError(f"The folder for {prefix} could not be made: {err.strerror}.") from err
+    sound = None if audio is None else Audio(audio["waveform"], audio["sample_rate"])
+    while True:
+        path = os.path.join(folder, f"{name}_{counter:05}_.mp4")
+        try:
+            written = write_video(
+                path,
+                images,
+                sound,
+                fps=fps,
+                crf=crf,
+                metadata=metadata,
+                progress=progress.update_absolute,
+            )
+        except NameTakenError:  # by another run that saves into the same folder
+            counter += 1
+        else:
+            return written, subfolder
+
+
+def _preview(file: str, subfolder: str, lines: list[str]) -> dict:
+    """The player on the node, and the lines that stand under it."""
+    shown = ui.PreviewVideo([ui.SavedResult(file, subfolder, io.FolderType.output)]).as_dict()
+    if lines:
+        shown["text"] = ("\n".join(lines),)
+    return shown

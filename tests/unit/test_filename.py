@@ -1,0 +1,143 @@
+"""File name tokens: what the page would have filled in, and what it must leave alone."""
+
+import importlib.util
+import itertools
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+# By path: `nodes` is also the name of a module of ComfyUI, and the package imports ComfyUI.
+_PATH = Path(__file__).resolve().parents[2] / "nodes" / "filename.py"
+_SPEC = importlib.util.spec_from_file_location("nox_filename", _PATH)
+filename = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(filename)
+
+NOW = datetime(2026, 3, 4, 5, 6, 7)
+PROMPT = {
+    "3": {
+        "class_type": "KSampler",
+        "inputs": {"seed": 123, "cfg": 1.0, "denoise": 0.5, "model": ["9", 0]},
+        "_meta": {"title": "My sampler"},
+    },
+    "5": {"class_type": "EmptyH3", "inputs": {"width": ["8", 0], "name": 'a/b\\c:"d', "on": True}},
+    "8": {"class_type": "PrimitiveInt", "inputs": {"value": 1344}, "_meta": {"title": "Width"}},
+    "9": {"class_type": "Loader", "inputs": {"unet_name": "h3.safetensors"}},
+    "12:4": {"class_type": "KSampler", "inputs": {"seed": 777}, "_meta": {"title": "Inner"}},
+}
+WORKFLOW = {
+    "nodes": [
+        {"id": 3, "type": "KSampler", "properties": {"Node name for S&R": "Main"}},
+        {"id": 9, "type": "Loader", "title": "Big loader"},
+        {"id": 12, "type": "graph-a"},
+    ],
+    "definitions": {
+        "subgraphs": [
+            {
+                "id": "graph-a",
+                "nodes": [{"id": 4, "type": "KSampler", "properties": {"Node name for S&R": "In"}}],
+            }
+        ]
+    },
+}
+
+
+def resolve(prefix, prompt=PROMPT, workflow=WORKFLOW):
+    return filename.resolve_prefix(prefix, prompt, workflow, NOW)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("yyyy-MM-dd", "2026-03-04"),
+        ("yy-M-d", "26-3-4"),
+        ("hhmmss", "050607"),
+        ("h.m.s", "5.6.7"),
+        ("yyyy.MM", "2026.03"),
+        ("yyyy/MM/dd", "2026/03/04"),
+        ("hh:mm", "05_06"),
+        ("yyy", "yyy"),
+    ],
+)
+def test_a_date_reads_as_on_the_page(pattern, expected):
+    assert resolve(f"video/%date:{pattern}%_x") == f"video/{expected}_x"
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [
+        ("KSampler.seed", "123"),
+        ("My sampler.seed", "123"),
+        ("Main.seed", "123"),
+        ("3.seed", "123"),
+        ("Main.cfg", "1"),
+        ("Main.denoise", "0.5"),
+        ("In.seed", "777"),
+        ("Inner.seed", "777"),
+        ("12:4.seed", "777"),
+        ("Big loader.unet_name", "h3.safetensors"),
+        ("EmptyH3.on", "true"),
+    ],
+)
+def test_a_node_is_found_by_each_of_its_names(token, expected):
+    assert resolve(f"a_%{token}%_b") == f"a_{expected}_b"
+
+
+def test_the_page_name_wins_over_a_class_name():
+    workflow = {"nodes": [{"id": 9, "properties": {"Node name for S&R": "KSampler"}}]}
+    prompt = {
+        "3": {"class_type": "KSampler", "inputs": {"seed": 1}},
+        "9": {"class_type": "Other", "inputs": {"seed": 2}},
+    }
+    assert resolve("%KSampler.seed%", prompt, workflow) == "2"
+
+
+def test_a_wired_input_gives_the_value_of_its_primitive_node():
+    assert resolve("%EmptyH3.width%") == "1344"
+
+
+def test_links_in_a_circle_end():
+    prompt = {"1": {"class_type": "A", "inputs": {"value": ["1", 0]}}}
+    assert resolve("%A.value%", prompt) == "%A.value%"
+
+
+def test_a_subgraph_that_holds_itself_ends():
+    node = {"id": 1, "type": "g"}
+    workflow = {"nodes": [node], "definitions": {"subgraphs": [{"id": "g", "nodes": [node]}]}}
+    assert resolve("%KSampler.seed%", PROMPT, workflow) == "123"
+
+
+def test_a_value_makes_no_folder():
+    assert resolve("%EmptyH3.name%") == "a_b_c__d"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["%width%x%height%", "%year%-%month%-%day%", "%hour%%minute%%second%", "%Nobody.seed%",
+     "%KSampler.nothing%", "%KSampler.model%x", "100%", "%", "%%", "a%b"],
+)  # fmt: skip
+def test_core_tokens_and_unknown_ones_stay_as_typed(prefix):
+    # KSampler.model is a wire to a node without a value.
+    assert resolve(prefix) == prefix
+
+
+def test_characters_that_windows_forbids_become_underscores():
+    assert resolve('a<b>c:d"e|f?g*h\ti\x00j') == "a_b_c_d_e_f_g_h_i_j"
+
+
+def test_both_slashes_stay_separators():
+    assert resolve("video\\day/clip") == "video/day/clip"
+
+
+def test_climbing_out_is_left_for_core_to_refuse():
+    assert resolve("..\\..\\x") == "../../x"
+
+
+def test_nothing_known_about_the_graph_still_gives_a_name():
+    assert resolve("%date:yyyy%_%A.b%", None, None) == "2026_%A.b%"
+
+
+def test_no_result_holds_a_forbidden_character():
+    tokens = ("%date:hh:mm%", "%EmptyH3.name%", "%A:b.c%", "C:\\x", "\x1f")
+    for first, second in itertools.product(tokens, repeat=2):
+        assert not set('<>:"|?*\x1f') & set(resolve(first + second))
