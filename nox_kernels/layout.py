@@ -73,8 +73,8 @@ class TileLayout:
 
     Attributes:
         name: "raster", a tile shape such as "4x8x4", or "packed".
-        slot_row: [num_slots] int64, the packed row in each slot, -1 where a slot is empty.
-        row_slot: [S] int64, the slot of each packed row.
+        slot_row: [num_slots] int32, the packed row in each slot, -1 where a slot is empty.
+        row_slot: [S] int32, the slot of each packed row.
         valid_count: [Nk] int32, real rows of each KV tile; they come first.
         query_tile: Slots of a query tile.
         kv_tile: Slots of a KV tile.
@@ -219,8 +219,8 @@ def _tile_layout(
     audio_slots = row_slot[sequence.is_audio]
     return TileLayout(
         name=name,
-        slot_row=slot_row,
-        row_slot=row_slot,
+        slot_row=slot_row.int(),
+        row_slot=row_slot.int(),
         valid_count=(slot_row >= 0).view(-1, kv_tile).sum(1, dtype=torch.int32),
         query_tile=query_tile,
         kv_tile=kv_tile,
@@ -244,7 +244,13 @@ def raster_layout(
 def window_layout(
     sequence: Sequence, shape: TileShape, query_tile: int = QUERY_TILE, kv_tile: int = KV_TILE
 ) -> TileLayout:
-    """Video tokens grouped into 3D windows of `shape` (`window_order`), then the tail."""
+    """Video tokens grouped into 3D windows of `shape` (`window_order`), then the tail.
+
+    Raises:
+        RequestError: The shape does not hold `query_tile` tokens.
+    """
+    if shape.t * shape.h * shape.w != query_tile:
+        raise RequestError(f"Tile shape {shape} does not hold {query_tile} tokens.")
     order = window_order(sequence.token_grid, shape)
     return _tile_layout(
         str(shape),
@@ -277,7 +283,4 @@ def make_layout(
     """
     if name == RASTER:
         return raster_layout(sequence, query_tile, kv_tile)
-    shape = TileShape.parse(name)
-    if shape.t * shape.h * shape.w != query_tile:
-        raise RequestError(f"Tile shape {name} does not hold {query_tile} tokens.")
-    return window_layout(sequence, shape, query_tile, kv_tile)
+    return window_layout(sequence, TileShape.parse(name), query_tile, kv_tile)

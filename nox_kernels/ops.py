@@ -17,7 +17,7 @@ def _pack_tiles(
     return list(reference.pack_tiles(q, k, v, slot_row, valid_count, precision))
 
 
-@_pack_tiles.register_fake
+@torch.library.register_fake("nox::pack_tiles")
 def _(q, k, v, slot_row, valid_count, precision):
     num_heads, _, head_dim = q.shape
     num_query_tiles, num_kv_tiles = slot_row.shape[0] // 128, slot_row.shape[0] // 64
@@ -50,7 +50,7 @@ def _tile_attention(
     return reference.tile_attention(TileImages(*images), bits, valid_count, row_slot, dtype)
 
 
-@_tile_attention.register_fake
+@torch.library.register_fake("nox::tile_attention")
 def _(images, bits, valid_count, row_slot, dtype):
     q = TileImages(*images).q
     return q.new_empty(row_slot.shape[0], q.shape[0], q.shape[3], dtype=dtype)

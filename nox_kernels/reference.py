@@ -1,9 +1,8 @@
 """Reference: the slow torch twin of every op, and the contract that kernels are held to.
 
 Integer products are computed as float32 matrix products, which are exact here: |sum| is at most
-127 * 127 * 128 < 2^24 for Q K^T and 255 * 127 * 128 < 2^24 for P V. Sums that are not exact are
-taken in float64. So a result depends neither on how the work is split nor on the device's
-order of summation.
+127 * 127 * 128 < 2^24 for Q K^T and 255 * 127 * 128 < 2^24 for P V. Attention takes sums that
+are not exact in float64. So its result does not depend on how the work is split.
 """
 
 import math
@@ -222,15 +221,13 @@ def pack_tiles(
         q: [H, S, 128], any strides, a float dtype.
         k: The same.
         v: The same.
-        slot_row: [num_slots] int64, the packed row in each slot, -1 = empty; a multiple of 128.
+        slot_row: [num_slots] int32, the packed row in each slot, -1 = empty; a multiple of 128.
         valid_count: [Nk] int32, real rows of each KV tile.
         precision: "accurate" or "faithful".
     """
     heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (slot_row.shape[0] * q.shape[2]))
-    parts = [
-        _pack_heads(*qkv, slot_row, valid_count, precision)
-        for qkv in zip(*(x.split(heads_per_chunk) for x in (q, k, v)), strict=True)
-    ]
+    chunks = zip(*(x.split(heads_per_chunk) for x in (q, k, v)), strict=True)
+    parts = [_pack_heads(qc, kc, vc, slot_row, valid_count, precision) for qc, kc, vc in chunks]
     return TileImages(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -372,7 +369,7 @@ def tile_attention(
         images: Tile images of Q, K and V.
         bits: [H, Nq, ceil(Nk / 32)] int32 selection; every row selects a tile, never an empty one.
         valid_count: [Nk] int32.
-        row_slot: [S] int64, the slot of each packed row.
+        row_slot: [S] int32, the slot of each packed row.
         dtype: Of the result.
 
     Returns:

@@ -30,7 +30,7 @@ _LAYOUTS = {1: "mono", 2: "stereo", 3: "3.0", 4: "4.0", 5: "5.0", 6: "5.1", 7: "
 _MIXED_TO_STEREO = ("6.1", "7.1")
 _MAX_LENGTH_GAP_S = 0.1
 _MIN_AUDIO_STD = 1e-5
-_MIN_CRF = 1  # at 0 x264 turns to its lossless 4:4:4 profile, which browsers cannot play
+_MIN_CRF = 1.0  # below 1 x264 turns to its lossless 4:4:4 profile, which browsers cannot play
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,13 +286,13 @@ def _encode(part: str, clip: _Clip, sound: _Sound | None) -> int:
         for frame_idx, frame in enumerate(clip.frames):
             picture, all_finite = _to_yuv(frame, frame_idx, clip)
             num_bad_frames += not all_finite
-            _mux_video(container, stream, picture)
+            container.mux(stream.encode(picture))
             now_s = frame_idx / clip.rate
             while sound_packets and sound_packets[0].pts * sound_packets[0].time_base <= now_s:
                 container.mux(sound_packets.popleft())
             if clip.progress is not None:
                 clip.progress(frame_idx + 1, len(clip.frames))
-        _mux_video(container, stream, None)
+        container.mux(stream.encode(None))
         container.mux(list(sound_packets))
     return num_bad_frames
 
@@ -306,12 +306,6 @@ def _add_video_stream(container, clip: _Clip):
     context.color_primaries = context.color_trc = context.colorspace = _BT709
     context.color_range = _LIMITED_RANGE
     return stream
-
-
-def _mux_video(container, stream, picture) -> None:
-    for packet in stream.encode(picture):
-        packet.duration = 1  # in frames; left at 0, a clip of one frame would last no time
-        container.mux(packet)
 
 
 def _to_yuv(frame: Tensor, frame_idx: int, clip: _Clip) -> tuple[object, bool]:

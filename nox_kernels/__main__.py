@@ -1,0 +1,85 @@
+"""Command line: python -m nox_kernels demo | doctor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .errors import NoxError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nox_kernels",
+        description="Attention modes for MiniMax-H3.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="render one clip in every attention mode and compare",
+        description=(
+            "Render the same clip with dense attention, sage, and sparse at 15 and 50 %, and write "
+            "a video with sound for each, one side by side, a summary and a route picture. Without "
+            "--model a tiny synthetic H3 is made on the spot: it needs no GPU and no weights, and "
+            "its pictures are noise."
+        ),
+    )
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--out", default="nox-demo", metavar="DIR", help="folder for the files")
+    demo.add_argument("--model", metavar="DIR", help="MiniMax-H3 weights in diffusers' layout")
+    demo.add_argument("--prompt", metavar="TEXT", help="what the clip shows")
+    demo.add_argument("--width", type=int, help="pixels, a multiple of 32")
+    demo.add_argument("--height", type=int, help="pixels, a multiple of 32")
+    demo.add_argument("--seconds", type=float, default=5.0, help="length of the clip (default 5)")
+    demo.add_argument("--steps", type=int, help="denoising steps")
+    demo.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine can run and test that it computes right",
+        description="Say what this machine can run and test that it computes right.",
+    )
+    doctor.set_defaults(run=_doctor)
+    parser.set_defaults(run=None)
+    return parser
+
+
+# The commands load torch and more, which --help need not wait for.
+def _demo(args: argparse.Namespace) -> int:
+    from .demo import DemoRequest, main
+
+    return main(
+        DemoRequest(
+            out=args.out,
+            model=args.model,
+            prompt=args.prompt,
+            width=args.width,
+            height=args.height,
+            seconds=args.seconds,
+            steps=args.steps,
+            seed=args.seed,
+        )
+    )
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import main
+
+    return main()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; 2 where the user has to change something."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help()
+        return 0
+    try:
+        return args.run(args)
+    except NoxError as error:
+        print(f"nox: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Doctor: reports what this machine can run and tests that it computes right."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+
+import torch
+
+from .attention import attend_layer
+from .capability import KernelCase, pick
+from .errors import NoKernelError
+from .layout import window_layout, TileShape
+from .plan import LayerPlan, make_group
+from .reference import dense_attention, pool_tiles
+from .request import PRECISIONS
+from .route import keep_best, score_tiles
+from .sequence import t2va_sequence
+
+HEAD_DIM = 128
+# Relative error against float64 attention, random normal input.
+ERROR_LIMIT = {"accurate": 0.020, "faithful": 0.045}
+SELF_TEST_KEEP_RATIO = 0.15
+OPTIONAL_PACKAGES = (
+    ("av", "writes videos"),
+    ("diffusers", "runs the demo"),
+    ("transformers", "the demo's text encoder, with --model"),
+    ("matplotlib", "draws the route picture"),
+    ("comfy-kitchen", "ComfyUI's own kernels"),
+    ("sageattention", "not needed by Nox"),
+)
+
+
+def main() -> int:
+    """Print the report; 0 if every self-test passed, else 1."""
+    print("Nox doctor")
+    print(f"  Python {platform.python_version()} on {platform.platform()}")
+    print(f"  PyTorch {torch.__version__}")
+    print("\nDevices")
+    devices = find_devices()
+    for device in devices:
+        print(f"  {device}: {describe_device(device)}")
+    print("\nWhat computes attention (modes sage and sparse)")
+    for device in devices:
+        for precision in PRECISIONS:
+            print(f"  {device}, {precision}: {describe_choice(device, precision)}")
+    print("\nOptional packages")
+    for name, purpose in OPTIONAL_PACKAGES:
+        print(f"  {name} ({purpose}): {package_version(name) or 'not installed'}")
+    print("\nSelf-test: relative error against float64")
+    all_passed = True
+    for device in devices:
+        for precision in PRECISIONS:
+            if serving_kernel(device, precision) is None:
+                continue
+            for mode, error in self_test(device, precision).items():
+                limit = ERROR_LIMIT[precision]
+                passed = error <= limit  # a NaN fails
+                all_passed = all_passed and passed
+                verdict = "ok" if passed else "FAILED"
+                print(f"  {device}, {mode}, {precision}: {error:.4f} (limit {limit:.3f}) {verdict}")
+    print("\nEverything works." if all_passed else "\nA self-test failed: do not trust the output.")
+    return 0 if all_passed else 1
+
+
+def find_devices() -> list[torch.device]:
+    """The CPU and every GPU that torch sees."""
+    return [torch.device("cpu")] + [
+        torch.device("cuda", idx) for idx in range(torch.cuda.device_count())
+    ]
+
+
+def describe_device(device: torch.device) -> str:
+    """Name, and of a GPU its compute capability, memory and driver."""
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    driver = driver_version()
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.total_memory / 2**30:.0f} GiB" + (f", driver {driver}" if driver else "")
+    )
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver; None where nvidia-smi does not tell."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        answer = subprocess.run(
+            [program, "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.split("\n")[0].strip() or None
+
+
+def _case(device: torch.device, precision: str) -> KernelCase:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return KernelCase.on(device, dtype, HEAD_DIM, precision)
+
+
+def serving_kernel(device: torch.device, precision: str):
+    """The kernel that serves a device, or None."""
+    try:
+        return pick(_case(device, precision))
+    except NoKernelError:
+        return None
+
+
+def describe_choice(device: torch.device, precision: str) -> str:
+    """What serves a device, or why nothing does."""
+    try:
+        kernel = pick(_case(device, precision))
+    except NoKernelError as error:
+        return f"nothing, the host's own attention runs: {error}"
+    return f"{kernel.name} ({kernel.note})" if kernel.note else kernel.name
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed package; None if it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def self_test(device: torch.device, precision: str) -> dict[str, float]:
+    """Relative error of sage and sparse on a small random clip.
+
+    Sparse is held against float64 attention over the very keys that it keeps.
+
+    Returns:
+        "sage" and "sparse" -> error.
+    """
+    sequence = t2va_sequence(256, 256, 22, 9)
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, sequence.num_rows, HEAD_DIM)
+    dtype = _case(device, precision).dtype
+    q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
+    layout = window_layout(sequence, TileShape(4, 8, 4)).to(device)
+    errors = {}
+    for mode, keep_ratio in (("sage", 1.0), ("sparse", SELF_TEST_KEEP_RATIO)):
+        group = make_group(layout, keep_ratio, device)
+        layer = LayerPlan((_all_heads(group, len(q)),), precision)
+        keep = None if group.num_kept is None else _kept_keys(group, q, k)
+        truth = dense_attention(q, k, v, keep).transpose(0, 1).flatten(1)
+        out = attend_layer(layer, q, k, v).double()
+        errors[mode] = float((out - truth).norm() / truth.norm())
+    return errors
+
+
+def _all_heads(group, num_heads: int):
+    from dataclasses import replace
+
+    return replace(group, heads=tuple(range(num_heads)))
+
+
+def _kept_keys(group, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[H, S, S] bool: the keys that each row sees."""
+    layout = group.layout
+    scores = score_tiles(
+        pool_tiles(layout.to_tiles(q.float(), 128), layout.valid_count.view(-1, 2).sum(1)),
+        pool_tiles(layout.to_tiles(k.float(), 64), layout.valid_count),
+    )
+    mask = keep_best(scores, layout, group.num_kept).mask(layout.num_kv_tiles)
+    slot = layout.row_slot
+    return mask[:, slot // layout.query_tile][:, :, slot // layout.kv_tile]

@@ -1,0 +1,147 @@
+"""A real ComfyUI for the tests: finds one, starts it, stops it.
+
+ComfyUI runs as a process of its own and is driven over HTTP; nothing of it is imported here. So our
+`nodes` package cannot shadow ComfyUI's module of that name, and our modules are never loaded twice
+in one process.
+
+Environment:
+    COMFYUI_DIR   ComfyUI's folder; else ~/comfy/ComfyUI
+    COMFYUI_VENV  its virtual environment; else .venv or venv in that folder
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+# the tests import these two by name; importlib mode puts no test folder on the path
+sys.path.insert(0, str(HERE / "support"))
+
+import comfy_graphs as graphs  # noqa: E402
+from comfy_host import Host  # noqa: E402
+
+FOLDER = "nox-h3"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.comfy)
+
+
+@pytest.fixture(scope="session")
+def comfyui() -> Path:
+    """ComfyUI's folder; without one the tests are skipped."""
+    folder = Path(_environment().get("COMFYUI_DIR") or "~/comfy/ComfyUI").expanduser()
+    if not (folder / "main.py").is_file():
+        pytest.skip(f"no ComfyUI in {folder}; set COMFYUI_DIR to its folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def venv_python(comfyui: Path) -> Path:
+    """The Python that runs ComfyUI; without one the tests are skipped."""
+    chosen = _environment().get("COMFYUI_VENV")
+    folders = [Path(chosen).expanduser()] if chosen else [comfyui / ".venv", comfyui / "venv"]
+    for folder in folders:
+        for python in (folder / "bin" / "python", folder / "Scripts" / "python.exe"):
+            if python.is_file():
+                return python
+    looked = " or ".join(map(str, folders))
+    pytest.skip(f"no virtual environment for ComfyUI in {looked}; set COMFYUI_VENV to its folder")
+
+
+@pytest.fixture(scope="session")
+def host_environment() -> dict[str, str]:
+    """One thread: with more on a busy machine, OpenMP's waiting costs 20 times the work."""
+    return {**_environment(), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture(scope="session")
+def host(comfyui, venv_python, host_environment, tmp_path_factory):
+    """A running ComfyUI with Nox, the tiny models, and the test-only nodes."""
+    base = tmp_path_factory.mktemp("comfy")
+    for name in ("models", "input", "output", "temp", "user", "custom_nodes"):
+        (base / name).mkdir()
+    (base / "custom_nodes" / FOLDER).symlink_to(ROOT, target_is_directory=True)
+    (base / "custom_nodes" / "tiny_h3_host").symlink_to(HERE / "host" / "tiny_h3_host")
+    _make_models(base / "models", venv_python, host_environment)
+    running = Host(comfyui, venv_python, base, host_environment)
+    try:
+        running.wait_until_up()
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Show the end of ComfyUI's log under a failure."""
+    report = yield
+    running = getattr(item, "funcargs", {}).get("host")
+    if report.failed and running is not None:
+        report.sections.append(("ComfyUI's log", running.log_tail()))
+    return report
+
+
+def _environment() -> dict[str, str]:
+    return dict(os.environ)  # noqa: TID251 - where ComfyUI is on this machine
+
+
+def _make_models(models: Path, python: Path, environment: dict[str, str]) -> None:
+    script = HERE / "host" / "make_tiny_h3.py"
+    subprocess.run([python, script, models], env=environment, check=True, capture_output=True)
+    unets, loras = models / "diffusion_models", models / "loras"
+    # the same model under the names of the released files
+    shutil.copy(unets / graphs.UNET, unets / "minimax_h3_ref2va_tiny.safetensors")
+    shutil.copy(unets / graphs.UNET, unets / "minimax_h3_fl2va_tiny.safetensors")
+    for steps in (4, 8):
+        shutil.copy(loras / graphs.LORA, loras / f"tiny_turbo_{steps}step_v1.safetensors")
+    # what a user puts into the wrong folder, or half of
+    whole = (unets / graphs.UNET).read_bytes()
+    (unets / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
+    (unets / "truncated_header.safetensors").write_bytes(whole[:100])
+    (unets / "empty.safetensors").write_bytes(b"")
+    (unets / "page.safetensors").write_text("<!DOCTYPE html><title>404</title>" * 9)
+    shutil.copy(models / "vae" / graphs.VIDEO_VAE, unets / "a_video_vae.safetensors")
+    shutil.copy(models / "vae" / graphs.AUDIO_VAE, unets / "an_audio_vae.safetensors")
+    shutil.copy(models / "vae" / graphs.TAEH3, unets / "a_preview_vae.safetensors")
+    shutil.copy(models / "text_encoders" / graphs.CLIP, unets / "a_text_encoder.safetensors")
+    shutil.copy(loras / graphs.LORA, unets / "a_lora.safetensors")
+    shutil.copy(unets / graphs.UNET, loras / "not_a_lora.safetensors")
+    _make_layouts(models / "nox_layouts")
+
+
+def _make_layouts(folder: Path) -> None:
+    folder.mkdir()
+    # every head of every layer differs from its neighbours
+    mixed = [[(layer + head) % 4 for head in range(4)] for layer in range(4)]
+    table = {
+        "format": "nox-layout-table-v1",
+        "model": "minimax-h3",
+        "num_layers": 4,
+        "num_heads": 4,
+        "tile": {"query": 128, "key": 64},
+        "order": "complete-first:t,h,w",
+        "candidates": ["raster", "4x8x4", "8x4x4", "2x8x8"],
+        "tables": {"landscape": mixed, "portrait": None},
+        "budget": 0.15,
+        "calibration": {},
+    }
+    real_size = {"landscape": [[0] * 56] * 50, "portrait": None}
+    files = {
+        "mixed.json": table,
+        "real_size.json": table | {"num_layers": 50, "num_heads": 56, "tables": real_size},
+        "odd_candidate.json": table | {"candidates": ["3x3x3"] * 4},
+        "other_version.json": table | {"format": "nox-layout-table-v9"},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "broken.json").write_text("{")
+    (folder / "readme.txt").write_text("not a table")

@@ -1,0 +1,73 @@
+"""Checkpoint headers: what a file is, told without loading it."""
+
+import json
+import struct
+
+import pytest
+
+from nodes import checkpoint
+
+H3 = ("video_patch_proj.weight", "audio_patch_proj.weight", "blocks.0.attn.qkv_proj.weight")
+
+
+def write(path, names, size=4, cut=0):
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name in names:
+        header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    data = struct.pack("<Q", len(text)) + text + bytes(offset)
+    path.write_bytes(data[: len(data) - cut])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (H3, "a MiniMax-H3 model"),
+        ([f"model.diffusion_model.{name}" for name in H3], "a MiniMax-H3 model"),
+        (["diffusion_model.blocks.0.attn.out_proj.lora_A.weight"], "a LoRA"),
+        (["lora_unet_blocks_0_attn.lora_down.weight"], "a LoRA"),
+        (["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"], "a text encoder"),
+        (["encoder.conv_in.weight", "decoder.x_embedder.weight"], "a video VAE"),
+        (["decoder.conv_pre.weight"], "an audio VAE"),
+        (["double_blocks.0.img_attn.qkv.weight"], "another model"),
+    ],
+)
+def test_the_kind_is_read_from_the_header(tmp_path, names, kind):
+    path = write(tmp_path / "file.safetensors", names)
+    assert checkpoint.kind_of(checkpoint.read_header(path)) == kind
+    if kind == "a LoRA":
+        checkpoint.check(path, "a LoRA")
+    else:
+        with pytest.raises(ValueError, match=f"file.safetensors is {kind}, but a LoRA is needed"):
+            checkpoint.check(path, "a LoRA")
+
+
+@pytest.mark.parametrize("cut", [1, 5, 12])
+def test_a_truncated_file_is_told_with_both_sizes(tmp_path, cut):
+    path = write(tmp_path / "file.safetensors", H3, cut=cut)
+    size = path.stat().st_size
+    with pytest.raises(ValueError, match=f"truncated: it has {size:,} bytes.*{size + cut:,}"):
+        checkpoint.check(path, "a MiniMax-H3 model")
+
+
+def test_a_file_cut_inside_its_header_is_truncated(tmp_path):
+    path = write(tmp_path / "file.safetensors", H3)
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(ValueError, match="truncated"):
+        checkpoint.check(path, "a MiniMax-H3 model")
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"<html>" * 30, bytes(64)])
+def test_what_is_not_safetensors_is_said_to_be_so(tmp_path, data):
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        checkpoint.check(path, "a MiniMax-H3 model")
+
+
+def test_other_formats_are_left_to_their_loader(tmp_path):
+    path = tmp_path / "file.gguf"
+    path.write_bytes(b"GGUF")
+    checkpoint.check(path, "a MiniMax-H3 model")
