@@ -8,21 +8,25 @@ import shutil
 import subprocess
 
 import torch
+from torch import Tensor
 
 from .attention import attend_layer
-from .capability import KernelCase, pick
+from .capability import KernelCase, KernelSpec, pick
 from .errors import NoKernelError
-from .layout import window_layout, TileShape
-from .plan import LayerPlan, make_group
-from .reference import dense_attention, pool_tiles
-from .request import PRECISIONS
+from .layout_table import uniform_table
+from .ops import pack_tiles
+from .plan import HeadGroup, LayerPlan, Schedule, make_plan
+from .reference import dense_attention
+from .request import PRECISIONS, AttentionRequest, DenseRequest
 from .route import keep_best, score_tiles
-from .sequence import t2va_sequence
+from .sequence import Sequence, t2va_sequence
 
+# The self-test's problem.
+NUM_HEADS = 2
 HEAD_DIM = 128
 # Relative error against float64 attention, random normal input.
 ERROR_LIMIT = {"accurate": 0.020, "faithful": 0.045}
-SELF_TEST_KEEP_RATIO = 0.15
+KEEP_RATIO = 0.15
 OPTIONAL_PACKAGES = (
     ("av", "writes videos"),
     ("diffusers", "runs the demo"),
@@ -107,7 +111,7 @@ def _case(device: torch.device, precision: str) -> KernelCase:
     return KernelCase.on(device, dtype, HEAD_DIM, precision)
 
 
-def serving_kernel(device: torch.device, precision: str):
+def serving_kernel(device: torch.device, precision: str) -> KernelSpec | None:
     """The kernel that serves a device, or None."""
     try:
         return pick(_case(device, precision))
@@ -142,34 +146,40 @@ def self_test(device: torch.device, precision: str) -> dict[str, float]:
     """
     sequence = t2va_sequence(256, 256, 22, 9)
     generator = torch.Generator().manual_seed(0)
-    shape = (2, sequence.num_rows, HEAD_DIM)
+    shape = (NUM_HEADS, sequence.num_rows, HEAD_DIM)
     dtype = _case(device, precision).dtype
     q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
-    layout = window_layout(sequence, TileShape(4, 8, 4)).to(device)
     errors = {}
-    for mode, keep_ratio in (("sage", 1.0), ("sparse", SELF_TEST_KEEP_RATIO)):
-        group = make_group(layout, keep_ratio, device)
-        layer = LayerPlan((_all_heads(group, len(q)),), precision)
-        keep = None if group.num_kept is None else _kept_keys(group, q, k)
+    for mode in ("sage", "sparse"):
+        layer = _one_layer(mode, precision, sequence, device)
+        keep = None if layer.keeps_everything else _kept_keys(layer.groups[0], precision, q, k)
         truth = dense_attention(q, k, v, keep).transpose(0, 1).flatten(1)
         out = attend_layer(layer, q, k, v).double()
         errors[mode] = float((out - truth).norm() / truth.norm())
     return errors
 
 
-def _all_heads(group, num_heads: int):
-    from dataclasses import replace
+def _one_layer(mode: str, precision: str, sequence: Sequence, device: torch.device) -> LayerPlan:
+    dense = DenseRequest(first_steps=0, blocks=())
+    plan = make_plan(
+        AttentionRequest(mode, KEEP_RATIO, precision=precision),
+        dense,
+        sequence,
+        uniform_table(1, NUM_HEADS),
+        Schedule.resolve((1.0, 0.0), dense, lambda percent: 1.0 - percent),
+        num_layers=1,
+        num_heads=NUM_HEADS,
+        device=device,
+    )
+    return plan.layer(0, mode)
 
-    return replace(group, heads=tuple(range(num_heads)))
 
-
-def _kept_keys(group, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _kept_keys(group: HeadGroup, precision: str, q: Tensor, k: Tensor) -> Tensor:
     """[H, S, S] bool: the keys that each row sees."""
     layout = group.layout
-    scores = score_tiles(
-        pool_tiles(layout.to_tiles(q.float(), 128), layout.valid_count.view(-1, 2).sum(1)),
-        pool_tiles(layout.to_tiles(k.float(), 64), layout.valid_count),
-    )
-    mask = keep_best(scores, layout, group.num_kept).mask(layout.num_kv_tiles)
+    assert group.num_kept is not None
+    images = pack_tiles(q, k, k, layout.slot_row, layout.valid_count, precision)
+    selection = keep_best(score_tiles(images.q_mean, images.k_mean), layout, group.num_kept)
     slot = layout.row_slot
+    mask = selection.mask(layout.num_kv_tiles)
     return mask[:, slot // layout.query_tile][:, :, slot // layout.kv_tile]

@@ -17,7 +17,7 @@ E4M3_MAX = 448.0
 BITS = 32  # KV tiles in one word of a selection
 SAMPLE_STRIDE = 16  # every 16th packed row stands for all of them: no pass over K or V is spent
 ELEMENTS_PER_CHUNK = 1 << 24  # bounds every temporary to 64 MB of float32
-QUERY_TILES_PER_CHUNK = 32  # attended at once; a [32, 128, 128] step stays in cache
+QUERY_TILES_PER_CHUNK = (32, 512)  # at once: a CPU's cache holds the step, a GPU is kept busy
 
 
 class TileImages(NamedTuple):
@@ -235,7 +235,7 @@ def pack_tiles(
 
 
 class _Step(NamedTuple):
-    """Two KV tiles for each of B query tiles of one head."""
+    """Two KV tiles for each of B query tiles, of any heads with one type of V."""
 
     score: Tensor  # [B, 128, 128] float32, the integers of Q K^T
     scale: Tensor  # [B, 128, 128], Q scale times K scale
@@ -246,35 +246,41 @@ class _Step(NamedTuple):
     is_last: Tensor  # [B, 1, 1] bool
 
 
-def _steps(images: TileImages, query: Tensor, kept: Tensor, count: Tensor, valid_count: Tensor):
+def _steps(
+    images: TileImages, head: Tensor, query: Tensor, mask: Tensor, valid_count: Tensor
+) -> Iterator[_Step]:
     """Walk the kept tiles of B query tiles upwards, two at a time.
 
     Args:
-        images: Tile images of one head, without the head axis.
-        query: [B] query tile of each item.
-        kept: [B, Nk] its kept KV tiles, ascending, in the first `count` places.
-        count: [B].
+        images: Tile images.
+        head: [B] head of each query tile.
+        query: [B] its number in the head.
+        mask: [B, Nk] bool, its kept KV tiles.
         valid_count: [Nk].
 
     Yields:
         A `_Step` for every 128 keys.
     """
-    q = images.q[query].float()
-    q_scale = images.q_scale[query, :, None]
-    slot = torch.arange(64, device=kept.device)
+    q = images.q[head, query].float()
+    q_scale = images.q_scale[head, query, :, None]
+    count = mask.sum(1)
+    kept = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+    kept = torch.nn.functional.pad(kept, (0, 1))  # the partner of an odd last tile
+    slot = torch.arange(64, device=mask.device)
     scale_of_key = slot % 8 // 2
-    kept = torch.nn.functional.pad(kept, (0, 1))
+    is_e4m3 = bool(images.v_is_e4m3[head[0]])
+    row = head[:, None]
     for step_idx in range(math.ceil(int(count.max()) / 2)):
-        place = torch.arange(2 * step_idx, 2 * step_idx + 2, device=kept.device)
+        place = torch.arange(2 * step_idx, 2 * step_idx + 2, device=mask.device)
         tile = kept[:, place]  # [B, 2]
         valid = torch.where(place < count[:, None], valid_count[tile], 0)
-        v = images.v[tile].flatten(1, 2)
+        v = images.v[row, tile].flatten(1, 2)
         yield _Step(
-            score=q @ images.k[tile].flatten(1, 2).float().transpose(1, 2),
-            scale=q_scale * images.k_scale[tile][..., scale_of_key].flatten(1)[:, None],
+            score=q @ images.k[row, tile].flatten(1, 2).float().transpose(1, 2),
+            scale=q_scale * images.k_scale[row, tile][..., scale_of_key].flatten(1)[:, None],
             is_key=(slot < valid[..., None]).flatten(1)[:, None],
-            v=(v.view(E4M3) if images.v_is_e4m3 else v).float(),
-            v_tile_scale=images.v_tile_scale[tile].repeat_interleave(64, dim=1)[:, None],
+            v=(v.view(E4M3) if is_e4m3 else v).float(),
+            v_tile_scale=images.v_tile_scale[row, tile].repeat_interleave(64, dim=1)[:, None],
             is_live=(place[0] < count)[:, None, None],
             is_last=(step_idx == (count - 1) // 2)[:, None, None],
         )
@@ -347,19 +353,6 @@ def _log2_softmax_scale(head_dim: int) -> float:
     return float(torch.tensor(head_dim**-0.5) * torch.tensor(1.44269504))
 
 
-def _attend_head(images: TileImages, mask: Tensor, valid_count: Tensor) -> Tensor:
-    """One head, without the head axis: mask [Nq, Nk] -> [Nq, 128, D] float32."""
-    count = mask.sum(1)
-    kept = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
-    attend = _attend_e4m3 if images.v_is_e4m3 else _attend_int8
-    out = torch.zeros(images.q.shape, dtype=torch.float32, device=mask.device)
-    # tiles with about as many steps share a chunk; the split does not touch the result
-    for query in count.argsort(stable=True).split(QUERY_TILES_PER_CHUNK):
-        steps = _steps(images, query, kept[query], count[query], valid_count)
-        out[query] = attend(steps, out[query]) * images.v_channel_scale
-    return out
-
-
 def tile_attention(
     images: TileImages, bits: Tensor, valid_count: Tensor, row_slot: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -375,12 +368,26 @@ def tile_attention(
     Returns:
         [S, H, D] in packed order.
     """
-    num_heads, num_kv_tiles = images.k.shape[:2]
-    out = torch.empty(
-        row_slot.shape[0], num_heads, images.q.shape[3], dtype=dtype, device=bits.device
-    )
-    for head in range(num_heads):
-        mask = unpack_bits(bits[head, None], num_kv_tiles)[0]
-        slots = _attend_head(TileImages(*(x[head] for x in images)), mask, valid_count)
-        out[:, head] = slots.flatten(0, 1).index_select(0, row_slot).to(dtype)
+    num_heads, num_query_tiles, query_tile, head_dim = images.q.shape
+    num_rows, device = row_slot.shape[0], bits.device
+    mask = unpack_bits(bits, images.k.shape[1])
+    count = mask.sum(2).flatten()  # of each (head, query tile)
+    is_e4m3 = images.v_is_e4m3.repeat_interleave(num_query_tiles)
+    slot_row = torch.full((num_query_tiles * query_tile,), -1, device=device)
+    slot_row[row_slot.long()] = torch.arange(num_rows, device=device)
+    out = torch.empty(num_rows, num_heads, head_dim, dtype=dtype, device=device)
+    for attend, mine in ((_attend_int8, ~is_e4m3), (_attend_e4m3, is_e4m3)):
+        # query tiles with about as many steps share a chunk; the split does not touch the result
+        tiles = mine.nonzero().flatten()
+        tiles = tiles[count[tiles].argsort(stable=True)]
+        for chunk in tiles.split(QUERY_TILES_PER_CHUNK[device.type == "cuda"]):
+            if not len(chunk):
+                continue
+            head, query = chunk // num_query_tiles, chunk % num_query_tiles
+            steps = _steps(images, head, query, mask[head, query], valid_count)
+            zeros = torch.zeros(len(chunk), query_tile, head_dim, device=device)
+            values = attend(steps, zeros) * images.v_channel_scale[head, None]
+            row = slot_row.view(-1, query_tile)[query]
+            real = row >= 0
+            out[row[real], head[:, None].expand_as(row)[real]] = values[real].to(dtype)
     return out

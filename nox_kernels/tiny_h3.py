@@ -63,8 +63,8 @@ def make_tiny_h3(seed: int = 0) -> TinyH3:
 
     return TinyH3(
         transformer=make_transformer(seed),
-        vae=_seeded(AutoencoderKLMiniMaxH3, _VIDEO_VAE, seed),
-        audio_vae=_seeded(AutoencoderKLMiniMaxH3Audio, _AUDIO_VAE, seed),
+        vae=_paint(_seeded(AutoencoderKLMiniMaxH3, _VIDEO_VAE, seed), seed),
+        audio_vae=_amplify(_seeded(AutoencoderKLMiniMaxH3Audio, _AUDIO_VAE, seed)),
         seed=seed,
     )
 
@@ -115,12 +115,32 @@ def saved_seed(folder: str | Path) -> int | None:
 def _seeded(model_class: type, config: dict, seed: int) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(**config)
+        return model_class(**config).eval()
+
+
+def _paint(vae: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Make every latent voxel a square of one colour: an eye and a video encoder can follow it."""
+    proj = vae.decoder.proj_out
+    dim = proj.in_features
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith((".scale1", ".scale2")):  # 0 would switch a decoder block off
+        for name, weight in vae.decoder.named_parameters():
+            if name.endswith((".scale1", ".scale2")):  # 0 would switch a block off
                 weight.fill_(0.2)
-    return model.eval()
+        colours = _randn("vae/colours", (3, 1, dim), seed) * (1.5 / math.sqrt(dim))
+        proj.weight.copy_(colours.expand(3, proj.out_features // 3, dim).flatten(0, 1))
+        proj.bias.zero_()
+    return vae
+
+
+def _amplify(audio_vae: torch.nn.Module) -> torch.nn.Module:
+    """Make the sound follow the latents: torch's first weights let the biases drown them."""
+    with torch.no_grad():
+        for name, weight in audio_vae.named_parameters():
+            if name.startswith("dec") and name.endswith(".bias"):
+                weight.zero_()
+            elif name.startswith(("decoder.ups", "decoder.conv")) and name.endswith("weight_g"):
+                weight.mul_(1.5)
+    return audio_vae
 
 
 def _randn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -57,7 +57,11 @@ class NameTakenError(NoxError, FileExistsError):
 
 
 class _SoundError(Exception):
-    """The audio encoder gave up; carries its own message."""
+    """The audio encoder gave up; carries its message and the sound."""
+
+    def __init__(self, message: str, sound: _Sound):
+        super().__init__(message)
+        self.sound = sound
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +145,7 @@ def write_video(
                 num_bad_frames = _encode(part, clip, sound)
             except _SoundError as err:
                 num_bad_frames = _encode(part, clip, None)
-                warnings.append(_rescue_sound(target, sound, str(err)))
+                warnings.append(_rescue_sound(target, err.sound, str(err)))
             _publish(part, target)
     finally:
         with contextlib.suppress(OSError):  # after _publish there is nothing left to remove
@@ -356,7 +360,7 @@ def _encode_sound(container, sound: _Sound) -> Iterator:
             yield from stream.encode(chunk)
         yield from stream.encode(None)
     except (av.error.FFmpegError, ValueError) as err:
-        raise _SoundError(str(err)) from err
+        raise _SoundError(str(err), sound) from err
 
 
 def _rescue_sound(target: str, sound: _Sound, reason: str) -> str:
@@ -421,5 +425,5 @@ def _plain_errors(target: str) -> Iterator[None]:
     except NoxError:
         raise
     except (OSError, av.error.FFmpegError) as err:
-        reason = _REASONS.get(err.errno) or f"{err.strerror or err}"
+        reason = _REASONS.get(err.errno or 0) or f"{err.strerror or err}"
         raise NoxError(f"The video could not be saved as {target}: {reason}.") from err

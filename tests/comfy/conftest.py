@@ -59,8 +59,13 @@ def venv_python(comfyui: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def host_environment() -> dict[str, str]:
-    """One thread: with more on a busy machine, OpenMP's waiting costs 20 times the work."""
-    return {**_environment(), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    """Of the processes that run ComfyUI's code."""
+    return {
+        **_environment(),
+        "OMP_NUM_THREADS": "1",  # with more on a busy machine, waiting costs 20 times the work
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TQDM_DISABLE": "1",  # progress bars and log lines share lines
+    }
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +101,10 @@ def _environment() -> dict[str, str]:
 
 def _make_models(models: Path, python: Path, environment: dict[str, str]) -> None:
     script = HERE / "host" / "make_tiny_h3.py"
-    subprocess.run([python, script, models], env=environment, check=True, capture_output=True)
+    quantised = ["--only", "dit", "--quant", "int8_convrot"]  # the storage of the released files
+    for options in ([], quantised):
+        command = [python, script, models, *options]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
     unets, loras = models / "diffusion_models", models / "loras"
     # the same model under the names of the released files
     shutil.copy(unets / graphs.UNET, unets / "minimax_h3_ref2va_tiny.safetensors")

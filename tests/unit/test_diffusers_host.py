@@ -355,13 +355,13 @@ def test_mode_dense_installs_nothing(transformer, scheduler):
 
 
 def test_another_model_is_refused_in_one_sentence(scheduler):
-    with pytest.raises(
-        RequestError, match=r"MiniMaxH3Transformer3DModel, this model is a Linear\.$"
+    with (
+        pytest.raises(
+            RequestError, match=r"MiniMaxH3Transformer3DModel, this model is a Linear\.$"
+        ),
+        host.nox_attention(torch.nn.Linear(1, 1), AttentionRequest("sage"), scheduler=scheduler),
     ):
-        with host.nox_attention(
-            torch.nn.Linear(1, 1), AttentionRequest("sage"), scheduler=scheduler
-        ):
-            pass
+        pass
 
 
 def test_a_dense_block_beyond_the_model_is_refused_at_the_door(transformer, scheduler):

@@ -152,7 +152,7 @@ def test_what_lies_in_empty_slots_never_reaches_a_row():
 def test_the_split_into_chunks_does_not_touch_the_bits(precision, monkeypatch):
     out, _, _ = dense(CASES[1], precision)
     monkeypatch.setattr(reference, "ELEMENTS_PER_CHUNK", 1)
-    monkeypatch.setattr(reference, "QUERY_TILES_PER_CHUNK", 1)
+    monkeypatch.setattr(reference, "QUERY_TILES_PER_CHUNK", (1, 1))
     again, _, _ = dense(CASES[1], precision)
     assert torch.equal(out, again)
 

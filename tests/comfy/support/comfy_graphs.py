@@ -107,9 +107,10 @@ def add_sampler(
     )
 
 
-# Frames of 17k + 5; tokens are 32 pixels wide and high. SMALL: 7 x 4 x 4 = 112 video tokens.
-SMALL = {"width": 128, "height": 128, "length": 22}
-# 7 x 8 x 8 = 448 video tokens, 7 KV tiles: 20 % keeps 2 of them.
+# Frames are 17k + 5, a token is 32 pixels wide and high. SMALL: 7 x 4 x 8 = 224 video tokens are
+# 2 query tiles and 4 KV tiles in raster order: a query tile has 2 candidates besides its own 2.
+SMALL = {"width": 256, "height": 128, "length": 22}
+# 7 x 8 x 8 = 448 video tokens, 7 KV tiles
 MEDIUM = {"width": 256, "height": 256, "length": 22}
 # 12 x 8 x 10 = 960 video tokens, 15 KV tiles
 LARGE = {"width": 320, "height": 256, "length": 39}

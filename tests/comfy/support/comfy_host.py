@@ -207,4 +207,5 @@ def _outcome(status: dict) -> tuple[str, str]:
     messages = dict(status["messages"])
     if "execution_interrupted" in messages:
         return "interrupted", ""
-    return status["status_str"], messages.get("execution_error", {}).get("exception_message", "")
+    error = messages.get("execution_error", {}).get("exception_message", "")
+    return status["status_str"], error.strip()

@@ -128,27 +128,30 @@ class AttentionProbe:
 
 
 class TinyH3ReplaceBlocks(io.ComfyNode):
-    """Puts its own patch on every block and drops whatever was there."""
+    """Puts its own patch on the blocks from one on, and drops whatever was there."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """One input."""
+        """Every block by default."""
         return io.Schema(
             node_id="TinyH3ReplaceBlocks",
             category="testing",
-            inputs=[io.Model.Input("model")],
+            inputs=[
+                io.Model.Input("model"),
+                io.Int.Input("first_block", default=0, optional=True),
+            ],
             outputs=[io.Model.Output()],
         )
 
     @classmethod
-    def execute(cls, model) -> io.NodeOutput:
+    def execute(cls, model, first_block=0) -> io.NodeOutput:
         """A patched clone."""
 
         def original(args, extra):
             return extra["original_block"](args)
 
         clone = model.clone()
-        for layer_idx in range(len(model.model.diffusion_model.blocks)):
+        for layer_idx in range(first_block, len(model.model.diffusion_model.blocks)):
             clone.set_model_patch_replace(original, "dit", "double_block", layer_idx)
         return io.NodeOutput(clone)
 

@@ -1,0 +1,640 @@
+"""Demo: renders one clip on diffusers' H3 in every attention mode, and compares them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import math
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import NoxError, RequestError
+from .ops import pack_tiles
+from .plan import LayerPlan
+from .request import AttentionRequest
+from .route import keep_best, score_tiles
+from .sequence import FPS, TOKEN_PIXELS, TokenGrid, canvas, snap_num_frames, token_grid
+
+MODES = {
+    "dense": AttentionRequest("dense"),
+    "sage": AttentionRequest("sage"),
+    "sparse-15": AttentionRequest("sparse", 0.15),
+    "sparse-50": AttentionRequest("sparse", 0.50),
+}
+LABELS = {
+    "dense": "dense (diffusers)",
+    "sage": "sage",
+    "sparse-15": "sparse 15 %",
+    "sparse-50": "sparse 50 %",
+}
+SIDE_BY_SIDE, SUMMARY, ROUTE = "side-by-side.mp4", "summary.json", "route.png"
+FILES = (*(f"{mode}.mp4" for mode in MODES), SIDE_BY_SIDE, ROUTE, SUMMARY)
+MADE_BY = "nox demo"
+
+# diffusers' pipeline renders 5 to 15 seconds; 345 frames is the longest legal count inside.
+MIN_SECONDS, MAX_FRAMES = 5.0, 345
+SYNTHETIC_CANVAS, SYNTHETIC_STEPS = (256, 256), 4
+REAL_STEPS = 20
+DEFAULT_PROMPT = "A red kite climbs over a windy beach while waves roll in and gulls call."
+SYNTHETIC_NOTE = (
+    "The model is a tiny synthetic one with random weights: its pictures and sound are noise. They "
+    "prove that every mode runs and how far its output is from dense attention, not quality or "
+    "speed."
+)
+PACKAGES = ("diffusers", "transformers", "av", "matplotlib", "PIL", "tqdm")
+
+
+@dataclass(frozen=True)
+class DemoRequest:
+    """What the command line asked; None = the default of the model in use.
+
+    Attributes:
+        out: Folder for the files.
+        model: Folder of weights in diffusers' layout; None = the tiny synthetic model.
+        prompt: What the clip shows.
+        width: Pixels.
+        height: Pixels.
+        seconds: Length, rounded up to a legal frame count.
+        steps: Denoising steps.
+        seed: Of the noise.
+    """
+
+    out: str
+    model: str | None = None
+    prompt: str | None = None
+    width: int | None = None
+    height: int | None = None
+    seconds: float = MIN_SECONDS
+    steps: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request with every default filled in."""
+
+    prompt: str
+    width: int
+    height: int
+    num_frames: int
+    num_steps: int
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """A pipeline without its text encoder, and what the text encoder said."""
+
+    pipeline: object
+    prompt_embeds: Tensor  # [1, R, text_dim]
+    text_token_tags: Tensor  # [R] int64
+    name: str
+    is_synthetic: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipeline.transformer.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.prompt_embeds.dtype
+
+
+@dataclass(eq=False)
+class _Clip:
+    """One mode's result."""
+
+    frames: Tensor  # [F, H, W, 3] in 0..1
+    waveform: Tensor  # [C, L] float32
+    sample_rate: int  # Hz
+    step_seconds: list[float]
+    facts: dict = field(default_factory=dict)  # for the summary
+
+
+def main(request: DemoRequest) -> int:
+    """Run the demo.
+
+    Raises:
+        NoxError: Something is missing or the request cannot be served; no file was written.
+    """
+    _check_packages()
+    job = _resolve(request)
+    out = _output_folder(request.out)
+    with _quiet():
+        _check_diffusers()
+        model = _load_real(request.model, job) if request.model else _make_synthetic(job)
+        if model.is_synthetic:
+            print(SYNTHETIC_NOTE)
+        clips, route = _render_modes(model, job)
+    summary = _summary(model, job, clips)
+    with tempfile.TemporaryDirectory(prefix=".nox-demo-", dir=out) as part:
+        _write_files(Path(part), clips, route, summary)
+        for name in FILES:  # only now may older files of ours go
+            (out / name).unlink(missing_ok=True)
+        for path in Path(part).iterdir():
+            path.replace(out / path.name)
+    _print_summary(summary, out)
+    return 0
+
+
+# ---- checks ----
+
+
+def _check_packages() -> None:
+    missing = []
+    for name in PACKAGES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise NoxError(
+            f"The demo needs {', '.join(missing)}, which is not installed; run: "
+            f"pip install 'nox-h3[demo]'."
+        )
+
+
+def _check_diffusers() -> None:
+    import diffusers
+
+    if not hasattr(diffusers, "MiniMaxH3Blocks"):
+        raise NoxError(
+            f"diffusers {diffusers.__version__} has no MiniMax-H3; run: pip install 'nox-h3[demo]'."
+        )
+
+
+def _resolve(request: DemoRequest) -> _Job:
+    if (request.width is None) != (request.height is None):
+        raise RequestError("Give both --width and --height, or neither.")
+    if request.model is not None and not Path(request.model).is_dir():
+        raise RequestError(f"--model {request.model} is not a folder.")
+    default_canvas = canvas(16, 9) if request.model else SYNTHETIC_CANVAS
+    width, height = request.width or default_canvas[0], request.height or default_canvas[1]
+    for name, pixels in (("width", request.width), ("height", request.height)):
+        if pixels is not None and (pixels < TOKEN_PIXELS or pixels % TOKEN_PIXELS):
+            raise RequestError(
+                f"--{name} must be a positive multiple of {TOKEN_PIXELS}, got {pixels}."
+            )
+    if not MIN_SECONDS <= request.seconds <= MAX_FRAMES / FPS:
+        raise RequestError(
+            f"--seconds must be between {MIN_SECONDS:g} and {MAX_FRAMES / FPS:.3f}, got "
+            f"{request.seconds:g}."
+        )
+    default_steps = REAL_STEPS if request.model else SYNTHETIC_STEPS
+    num_steps = default_steps if request.steps is None else request.steps
+    if not 2 <= num_steps <= 1000:
+        raise RequestError(
+            f"--steps must be between 2 and 1000 (the first step is always dense), got {num_steps}."
+        )
+    if not 0 <= request.seed < 2**63:
+        raise RequestError(f"--seed must be between 0 and 2^63 - 1, got {request.seed}.")
+    prompt = DEFAULT_PROMPT if request.prompt is None else request.prompt
+    if not prompt.strip():
+        raise RequestError("--prompt is empty.")
+    num_frames = snap_num_frames(math.floor(request.seconds * FPS + 1e-6))
+    return _Job(prompt, width, height, num_frames, num_steps, request.seed)
+
+
+def _output_folder(name: str) -> Path:
+    """Make the folder; refuse one that we may not write to or whose files are not ours."""
+    out = Path(name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise NoxError(f"--out {name} cannot be written to: {error.strerror or error}.") from error
+    taken = [file for file in FILES if (out / file).exists()]
+    if taken and not _is_ours(out / SUMMARY):
+        raise NoxError(
+            f"--out {name} holds {taken[0]}, which is not from a demo; choose another folder."
+        )
+    return out
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["made_by"] == MADE_BY
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what diffusers and torch have to say about their own insides."""
+    import diffusers
+    import transformers
+
+    loggers = (diffusers.logging, transformers.logging)
+    levels = [log.get_verbosity() for log in loggers]
+    for log in loggers:
+        log.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        for log, level in zip(loggers, levels, strict=True):
+            log.set_verbosity(level)
+
+
+# ---- models ----
+
+
+def _pipeline(transformer, vae, audio_vae, scheduler, audio_scheduler):
+    """diffusers' text-to-video-and-audio pipeline, without its text encoder."""
+    from diffusers import MiniMaxH3Blocks
+
+    blocks = MiniMaxH3Blocks().get_workflow("t2va")
+    blocks.sub_blocks.pop("text_encoder")
+    pipeline = blocks.init_pipeline()
+    pipeline.update_components(
+        transformer=transformer,
+        vae=vae,
+        audio_vae=audio_vae,
+        scheduler=scheduler,
+        audio_scheduler=audio_scheduler,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _make_synthetic(job: _Job) -> _Model:
+    from diffusers import MiniMaxH3Scheduler
+
+    from .tiny_h3 import make_tiny_h3, prompt_embeds
+
+    tiny = make_tiny_h3()
+    pipeline = _pipeline(
+        tiny.transformer,
+        tiny.vae,
+        tiny.audio_vae,
+        MiniMaxH3Scheduler(shift=12.0),
+        MiniMaxH3Scheduler(shift=3.0),
+    )
+    embeds = prompt_embeds(job.prompt, tiny.seed)
+    return _Model(
+        pipeline, embeds, _text_tags(pipeline, embeds), "tiny synthetic H3", is_synthetic=True
+    )
+
+
+def _text_tags(pipeline, embeds: Tensor) -> Tensor:
+    return torch.full((embeds.shape[1],), pipeline.text_tag, dtype=torch.int64)
+
+
+def _load_real(folder: str, job: _Job) -> _Model:
+    """Load weights from a folder in diffusers' layout; nothing is downloaded."""
+    import diffusers
+
+    from .tiny_h3 import prompt_embeds, saved_seed
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tiny_seed = saved_seed(folder)
+    subfolders = _subfolders(folder)
+    needed = ["transformer", "vae", "audio_vae", "scheduler", "audio_scheduler"]
+    if tiny_seed is None:
+        needed += ["text_encoder", "tokenizer", "processor"]
+    missing = [name for name in needed if not (Path(folder) / subfolders[name]).is_dir()]
+    if missing:
+        raise NoxError(
+            f"--model {folder} lacks {', '.join(missing)}; it must hold MiniMax-H3 in diffusers' "
+            f"layout."
+        )
+    encoded = None
+    if tiny_seed is None:  # first, while nothing else is in memory
+        encoded = _encode_prompt(folder, subfolders, job.prompt, device, dtype)
+
+    def load(name: str, class_name: str, **kwargs):
+        return _from_folder(getattr(diffusers, class_name), folder, subfolders[name], **kwargs)
+
+    pipeline = _pipeline(
+        load("transformer", "MiniMaxH3Transformer3DModel", torch_dtype=dtype),
+        load("vae", "AutoencoderKLMiniMaxH3", torch_dtype=dtype),
+        load("audio_vae", "AutoencoderKLMiniMaxH3Audio", torch_dtype=dtype),
+        load("scheduler", "MiniMaxH3Scheduler"),
+        load("audio_scheduler", "MiniMaxH3Scheduler"),
+    )
+    pipeline.to(device)
+    if encoded is None:
+        embeds = prompt_embeds(job.prompt, tiny_seed).to(device, dtype)
+        encoded = embeds, _text_tags(pipeline, embeds)
+    return _Model(pipeline, *encoded, str(folder), is_synthetic=tiny_seed is not None)
+
+
+def _subfolders(folder: str) -> dict[str, str]:
+    """Folder of each component: as the model's index says, else the component's own name."""
+    names = ("transformer", "vae", "audio_vae", "scheduler", "audio_scheduler")
+    folders = {name: name for name in (*names, "text_encoder", "tokenizer", "processor")}
+    try:
+        index = json.loads((Path(folder) / "modular_model_index.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return folders
+    except (OSError, ValueError) as error:
+        raise NoxError(f"--model {folder}: modular_model_index.json is not readable.") from error
+    for name in folders:
+        entry = index.get(name)
+        if isinstance(entry, list) and entry and isinstance(entry[-1], dict):
+            folders[name] = entry[-1].get("subfolder") or name
+    return folders
+
+
+def _from_folder(component_class, folder: str, subfolder: str, **kwargs):
+    try:
+        return component_class.from_pretrained(
+            folder, subfolder=subfolder, local_files_only=True, **kwargs
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise NoxError(f"--model {folder}: {subfolder} does not load: {reason}") from error
+
+
+def _encode_prompt(
+    folder: str, subfolders: dict[str, str], prompt: str, device: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Run the text encoder once for all modes, then drop it: it is as large as the transformer."""
+    import transformers
+    from diffusers import MiniMaxH3Blocks
+
+    encoder = MiniMaxH3Blocks().get_workflow("t2va").sub_blocks["text_encoder"].init_pipeline()
+    encoder.update_components(
+        text_encoder=_from_folder(
+            transformers.Qwen3VLForConditionalGeneration,
+            folder,
+            subfolders["text_encoder"],
+            dtype=dtype,
+        ),
+        tokenizer=_from_folder(transformers.Qwen2TokenizerFast, folder, subfolders["tokenizer"]),
+        processor=_from_folder(transformers.Qwen3VLProcessor, folder, subfolders["processor"]),
+    )
+    encoder.to(device)
+    state = encoder(prompt=prompt)
+    embeds, tags = state.get("prompt_embeds"), state.get("text_token_tags")
+    encoder.unload_components(["text_encoder"])
+    return embeds, tags
+
+
+# ---- rendering ----
+
+
+def _render_modes(model: _Model, job: _Job) -> tuple[dict[str, _Clip], object]:
+    """Every mode's clip from the same noise, and the route picture."""
+    from tqdm import tqdm
+
+    route = _RouteSnapshot(layer_idx=model.pipeline.transformer.config.num_layers // 2)
+    clips: dict[str, _Clip] = {}
+    with tqdm(total=len(MODES) * (job.num_steps + 1), unit="step") as bar:
+        for mode in MODES:
+            bar.set_description(f"{LABELS[mode]:>17}")
+            observe = route if mode == "sparse-15" else None
+            clips[mode] = clip = _render(model, job, mode, observe, bar.update)
+            clip.facts.update(_difference(clip, clips["dense"]))
+            clip.facts["frames_sha256"] = _digest(clip.frames)
+            clip.facts["audio_sha256"] = _digest(clip.waveform)
+            if mode != "dense":
+                clip.frames = clip.frames.half()  # the files hold 8 bits; long clips are large
+            bar.update()
+    return clips, route.picture(token_grid(job.width, job.height, job.num_frames))
+
+
+def _render(
+    model: _Model,
+    job: _Job,
+    mode: str,
+    observe: Callable | None,
+    on_step: Callable[[], object],
+) -> _Clip:
+    from .hosts.diffusers import nox_attention
+
+    pipeline, request = model.pipeline, MODES[mode]
+    with (
+        nox_attention(
+            pipeline.transformer, request, scheduler=pipeline.scheduler, observe=observe
+        ) as run,
+        _timed_steps(pipeline.transformer, on_step) as step_seconds,
+    ):
+        state = pipeline(
+            prompt_embeds=model.prompt_embeds,
+            text_token_tags=model.text_token_tags,
+            height=job.height,
+            width=job.width,
+            num_frames=job.num_frames,
+            num_inference_steps=job.num_steps + 1,  # diffusers counts the final 0 as a step
+            generator=torch.Generator().manual_seed(job.seed),
+            output_type="pt",
+        )
+    kernels = sorted(
+        f"{kernel.name} ({kernel.note})" if kernel.note else kernel.name for kernel in run.kernels
+    )
+    facts = {
+        "mode": request.mode,
+        "keep_ratio": request.keep_ratio if request.mode == "sparse" else None,
+        "computed_by": kernels or ["diffusers' own attention"],
+        "kept_share_of_sparse_calls": run.kept_share,
+        "kept_share_of_all_calls": run.kept_share_of_all_calls,
+        "calls": [
+            {"kind": kind, "reason": reason, "count": count}
+            for (kind, reason), count in sorted(run.calls.items())
+        ],
+        "step_seconds": step_seconds,
+        "first_step_seconds": step_seconds[0],
+        "other_step_seconds": statistics.median(step_seconds[1:]) if step_seconds[1:] else None,
+    }
+    return _Clip(
+        frames=state.get("videos")[0].float().permute(0, 2, 3, 1).cpu(),
+        waveform=state.get("audio")[0].float().cpu(),
+        sample_rate=int(state.get("sampling_rate")),
+        step_seconds=step_seconds,
+        facts=facts,
+    )
+
+
+@contextmanager
+def _timed_steps(
+    transformer: torch.nn.Module, on_step: Callable[[], object]
+) -> Iterator[list[float]]:
+    """Seconds of each forward of the transformer, which is all of a step that counts."""
+    seconds: list[float] = []
+    started = [0.0]
+
+    def now() -> float:
+        if transformer.device.type == "cuda":
+            torch.cuda.synchronize(transformer.device)
+        return time.perf_counter()
+
+    def before(module, args):
+        started[0] = now()
+
+    def after(module, args, output):
+        seconds.append(now() - started[0])
+        on_step()
+
+    handles = [
+        transformer.register_forward_pre_hook(before),
+        transformer.register_forward_hook(after),
+    ]
+    try:
+        yield seconds
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _RouteSnapshot:
+    """Sees one layer's calls and remembers what a query tile of its first head kept last."""
+
+    def __init__(self, layer_idx: int):
+        self.layer_idx = layer_idx
+        self.drawing: tuple | None = None
+
+    def __call__(
+        self, layer_idx: int, sigma: float, layer: LayerPlan, q: Tensor, k: Tensor
+    ) -> None:
+        """See `hosts.diffusers.Observer`."""
+        group = layer.groups[0]
+        if layer_idx != self.layer_idx or group.num_kept is None:
+            return
+        layout, head = group.layout, group.heads[0]
+        q, k = q[head, None], k[head, None]
+        images = pack_tiles(q, k, k, layout.slot_row, layout.valid_count, layer.precision)
+        selection = keep_best(score_tiles(images.q_mean, images.k_mean), layout, group.num_kept)
+        query_tile = layout.num_video_query_tiles // 2
+        self.drawing = layout, selection.mask(layout.num_kv_tiles)[0, query_tile], query_tile
+
+    def picture(self, grid: TokenGrid):
+        """The picture, or None where no call was sparse."""
+        from .figures import route_picture
+
+        return route_picture(*self.drawing, grid) if self.drawing else None
+
+
+# ---- comparing and writing ----
+
+
+def _difference(clip: _Clip, dense: _Clip) -> dict[str, float]:
+    return {
+        "frames_mean_abs_difference": float((clip.frames - dense.frames).abs().mean()),
+        "audio_mean_abs_difference": float((clip.waveform - dense.waveform).abs().mean()),
+    }
+
+
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _summary(model: _Model, job: _Job, clips: dict[str, _Clip]) -> dict:
+    import diffusers
+
+    device = model.device
+    return {
+        "made_by": MADE_BY,
+        "host": f"diffusers {diffusers.__version__}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "num_threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": model.name,
+        "is_synthetic": model.is_synthetic,
+        "note": SYNTHETIC_NOTE if model.is_synthetic else "",
+        "prompt": job.prompt,
+        "width": job.width,
+        "height": job.height,
+        "num_frames": job.num_frames,
+        "fps": FPS,
+        "num_steps": job.num_steps,
+        "seed": job.seed,
+        "modes": {mode: clip.facts for mode, clip in clips.items()},
+    }
+
+
+def _write_files(folder: Path, clips: dict[str, _Clip], route, summary: dict) -> None:
+    from tqdm import tqdm
+
+    from .video import Audio, write_video
+
+    num_frames = len(clips["dense"].frames)
+    with tqdm(total=(len(clips) + 1) * num_frames, unit="frame") as bar:
+
+        def write(name: str, frames: Tensor, clip: _Clip, tag: dict) -> None:
+            bar.set_description(f"{name:>17}")
+            written = write_video(
+                folder / name,
+                frames,
+                Audio(clip.waveform, clip.sample_rate),
+                fps=FPS,
+                preset="veryfast",
+                metadata={"nox": json.dumps(tag)},
+                progress=lambda done, total: bar.update(),
+            )
+            for warning in written.warnings:
+                bar.write(f"{name}: {warning}")
+
+        for mode, clip in clips.items():
+            write(f"{mode}.mp4", clip.frames, clip, clip.facts)
+        write(SIDE_BY_SIDE, _side_by_side(clips), clips["dense"], {"modes": list(clips)})
+    if route is not None:
+        route.save(folder / ROUTE)
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2), encoding="utf-8")
+
+
+def _side_by_side(clips: dict[str, _Clip]) -> Tensor:
+    """[F, H, W, 3] float16: two by two, each under its label."""
+    labelled = []
+    for mode, clip in clips.items():
+        num_frames, _, width, _ = clip.frames.shape
+        label = _label(LABELS[mode], width).expand(num_frames, -1, -1, -1)
+        labelled.append(torch.cat((label, clip.frames.half()), dim=1))
+    rows = [torch.cat(labelled[idx : idx + 2], dim=2) for idx in range(0, len(labelled), 2)]
+    return torch.cat(rows, dim=1)
+
+
+def _label(text: str, width: int) -> Tensor:
+    """[1, h, width, 3] float16: white on black, as large as the width allows."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    size = max(10, min(28, width // 11))
+    strip = Image.new("RGB", (width, 2 * (size * 3 // 4)))
+    ImageDraw.Draw(strip).text(
+        (width / 2, strip.height / 2),
+        text,
+        fill="white",
+        font=ImageFont.load_default(size),
+        anchor="mm",
+    )
+    pixels = torch.frombuffer(bytearray(strip.tobytes()), dtype=torch.uint8)
+    return (pixels.view(1, strip.height, width, 3) / 255).half()
+
+
+def _print_summary(summary: dict, out: Path) -> None:
+    print(f"\n{summary['model']} on {summary['device']} ({summary['host']})")
+    print(f"{'mode':<10} {'step 0':>8} {'others':>8} {'kept':>6} {'frames':>9} {'sound':>9}")
+    for mode, facts in summary["modes"].items():
+        others, kept = facts["other_step_seconds"], facts["kept_share_of_all_calls"]
+        print(
+            f"{mode:<10} {facts['first_step_seconds']:>6.2f} s "
+            + (f"{others:>6.2f} s " if others is not None else f"{'-':>8} ")
+            + (f"{100 * kept:>4.0f} % " if kept is not None else f"{'-':>6} ")
+            + f"{facts['frames_mean_abs_difference']:>9.5f} "
+            + f"{facts['audio_mean_abs_difference']:>9.6f}"
+        )
+    print("kept: tile pairs computed, over all calls; frames, sound: mean difference to dense.")
+    for name in sorted(
+        {name for facts in summary["modes"].values() for name in facts["computed_by"]}
+    ):
+        print(f"Computed by: {name}.")
+    if summary["is_synthetic"]:
+        print(SYNTHETIC_NOTE)
+    print(f"Files: {out.resolve()}")

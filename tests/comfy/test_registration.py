@@ -1,0 +1,196 @@
+"""Registration: what ComfyUI knows of the pack, and what importing it changes: nothing."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+NODES = ["NoxLoadH3", "NoxAttention", "NoxDenseControl", "NoxSaveVideo"]
+
+# name -> default, in the order of saved workflows; None for a socket
+INPUTS = {
+    "NoxLoadH3": {
+        "unet_name": None,
+        "weight_dtype": "default",
+        "lora_name": "none",
+        "lora_strength": 1.0,
+    },
+    "NoxAttention": {
+        "model": None,
+        "mode": "sage",
+        "budget": 15,
+        "layout": "windows",
+        "precision": "accurate",
+    },
+    "NoxDenseControl": {
+        "model": None,
+        "first_steps": -1,
+        "last_steps": 0,
+        "blocks": "0",
+        "start_percent": 0.0,
+        "end_percent": 1.0,
+        "kernel": "sage",
+    },
+    "NoxSaveVideo": {
+        "images": None,
+        "video": None,
+        "audio": None,
+        "fps": 24.0,
+        "filename_prefix": "video/Nox_H3",
+        "format": None,
+        "crf": 18,
+        "save_metadata": True,
+    },
+}
+OUTPUTS = {
+    "NoxLoadH3": (["MODEL", "INT"], ["MODEL", "steps"]),
+    "NoxAttention": (["MODEL"], ["MODEL"]),
+    "NoxDenseControl": (["MODEL"], ["MODEL"]),
+    "NoxSaveVideo": (["VIDEO", "IMAGE", "STRING"], ["video", "last_frame", "path"]),
+}
+DISPLAY_NAMES = {
+    "NoxLoadH3": "Nox Load MiniMax-H3",
+    "NoxAttention": "Nox H3 Attention",
+    "NoxDenseControl": "Nox Dense Steps and Blocks",
+    "NoxSaveVideo": "Nox Save Video",
+}
+OPTIONS = {
+    ("NoxLoadH3", "weight_dtype"): ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
+    ("NoxAttention", "mode"): ["sage", "sparse", "dense"],
+    ("NoxAttention", "precision"): ["accurate", "faithful"],
+    ("NoxDenseControl", "kernel"): ["sage", "native"],
+}
+RANGES = {
+    ("NoxAttention", "budget"): (1, 100),
+    ("NoxDenseControl", "first_steps"): (-1, 50),
+    ("NoxDenseControl", "last_steps"): (0, 50),
+    ("NoxDenseControl", "start_percent"): (0.0, 1.0),
+    ("NoxDenseControl", "end_percent"): (0.0, 1.0),
+}
+ADVANCED = {
+    ("NoxLoadH3", "weight_dtype"),
+    ("NoxAttention", "layout"),
+    ("NoxAttention", "precision"),
+    ("NoxSaveVideo", "save_metadata"),
+}
+
+
+@pytest.fixture(scope="module")
+def info(host):
+    """/object_info of our nodes."""
+    return {name: node for name, node in host.get_json("/object_info").items() if "Nox" in name}
+
+
+def inputs_of(node: dict) -> dict[str, list]:
+    """Name -> [type, settings], in the order of the node."""
+    named = {**node["input"].get("required", {}), **node["input"].get("optional", {})}
+    order = [
+        name for part in ("required", "optional") for name in node["input_order"].get(part, [])
+    ]
+    return {name: named[name] for name in order}
+
+
+def options_of(entry: list) -> list | None:
+    settings = entry[1] if len(entry) > 1 else {}
+    return entry[0] if isinstance(entry[0], list) else settings.get("options")
+
+
+def test_exactly_these_nodes_are_registered(info):
+    assert sorted(info) == sorted(NODES)
+    assert {name: node["display_name"] for name, node in info.items()} == DISPLAY_NAMES
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_inputs_keep_their_names_order_and_defaults(info, name):
+    defaults = {
+        key: (entry[1] if len(entry) > 1 else {}).get("default")
+        for key, entry in inputs_of(info[name]).items()
+    }
+    assert list(defaults.items()) == list(INPUTS[name].items())
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_outputs_keep_their_types_names_and_order(info, name):
+    assert (info[name]["output"], info[name]["output_name"]) == OUTPUTS[name]
+
+
+def test_only_the_saver_is_an_output_node(info):
+    assert [name for name in NODES if info[name]["output_node"]] == ["NoxSaveVideo"]
+
+
+@pytest.mark.parametrize(("name", "field"), OPTIONS)
+def test_choices_keep_their_names_and_order(info, name, field):
+    assert options_of(inputs_of(info[name])[field]) == OPTIONS[name, field]
+
+
+@pytest.mark.parametrize(("name", "field"), RANGES)
+def test_numbers_keep_their_ranges(info, name, field):
+    settings = inputs_of(info[name])[field][1]
+    assert (settings["min"], settings["max"]) == RANGES[name, field]
+
+
+def test_only_what_few_people_need_is_advanced(info):
+    found = {
+        (name, key)
+        for name, node in info.items()
+        for key, entry in inputs_of(node).items()
+        if len(entry) > 1 and entry[1].get("advanced")
+    }
+    assert found == ADVANCED
+
+
+def test_every_input_explains_itself(info):
+    silent = [
+        (name, key)
+        for name, node in info.items()
+        for key, entry in inputs_of(node).items()
+        if not (len(entry) > 1 and entry[1].get("tooltip"))
+    ]
+    assert silent == []
+
+
+def test_layouts_are_the_shipped_two_and_then_the_users_files(info):
+    options = options_of(inputs_of(info["NoxAttention"])["layout"])
+    assert options[:2] == ["windows", "raster"]
+    assert "mixed.json" in options[2:]
+    assert "readme.txt" not in options
+
+
+def test_the_first_lora_is_none(info):
+    options = options_of(inputs_of(info["NoxLoadH3"])["lora_name"])
+    assert options[0] == "none"
+    assert "tiny_h3_lora.safetensors" in options
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_every_node_has_a_help_page(host, name):
+    page = host.get(f"/extensions/nox-h3/docs/{name}.md").decode()
+    assert page == (ROOT / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_every_workflow_is_a_template_with_a_thumbnail(host):
+    files = sorted((ROOT / "workflows").glob("*.json"))
+    assert files
+    listed = host.get_json("/api/workflow_templates")["nox-h3"]
+    assert sorted(listed) == [file.stem for file in files]
+    for file in files:
+        path = f"/api/workflow_templates/nox-h3/{file.stem.replace(' ', '%20')}"
+        assert host.get_json(f"{path}.json") == json.loads(file.read_text(encoding="utf-8"))
+        assert host.get(f"{path}.jpg")[:2] == b"\xff\xd8"
+
+
+def test_layout_tables_have_a_folder_of_their_own(host):
+    assert "nox_layouts" in [folder["name"] for folder in host.get_json("/api/experiment/models")]
+
+
+def test_importing_the_pack_changes_nothing(comfyui, venv_python, host_environment):
+    command = [venv_python, HERE / "host" / "import_check.py", comfyui, ROOT]
+    done = subprocess.run(command, env=host_environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["nodes"] == NODES
+    assert found["num_watched"] > 500
+    assert found["changed"] == []

@@ -1,0 +1,178 @@
+"""Nox Save Video in ComfyUI: files that play, reports that agree, and wrong input."""
+
+import json
+import re
+from pathlib import Path
+
+import av
+import comfy_graphs as graphs
+import pytest
+from comfy_graphs import Graph, add_saver, attention, video_graph
+
+PROMPTS = Path(__file__).parent / "prompts"
+TINY = {
+    "UNETLoader.unet_name": graphs.UNET,
+    "NoxLoadH3.unet_name": graphs.UNET,
+    "NoxLoadH3.lora_name": "tiny_turbo_8step_v1.safetensors",
+    "CLIPLoader.clip_name": graphs.CLIP,
+    "LoadImage.image": "keyframe.png",
+    "MiniMaxH3ImageToVideo.width": 256,
+    "MiniMaxH3ImageToVideo.height": 256,
+    "MiniMaxH3ImageToVideo.length": 22,
+    "BasicScheduler.steps": 4,
+}
+
+
+def streams_of(path: Path) -> dict[str, int]:
+    """Decoded frames or sound samples of each stream; a file that does not play raises."""
+    counts = {}
+    with av.open(str(path)) as file:
+        for stream in file.streams:
+            file.seek(0)
+            frames = list(file.decode(stream))
+            is_sound = stream.type == "audio"
+            counts[stream.type] = sum(frame.samples if is_sound else 1 for frame in frames)
+    return counts
+
+
+def tags_of(path: Path) -> dict:
+    with av.open(str(path)) as file:
+        metadata = dict(file.metadata)
+    names = {"prompt", "workflow", "nox"} & metadata.keys()
+    return {name: json.loads(metadata[name]) for name in names}
+
+
+@pytest.mark.parametrize("name", ["t2v", "i2v"])
+def test_a_shipped_workflow_runs_and_saves_picture_and_sound(host, name):
+    path = PROMPTS / f"{name}.json"
+    assert path.is_file(), "tests/comfy/prompts holds the API form of every shipped workflow"
+    prompt = json.loads(path.read_text(encoding="utf-8"))
+    for node in prompt.values():
+        for field, value in node["inputs"].items():
+            wanted = TINY.get(f"{node['class_type']}.{field}")
+            if node["class_type"] == "VAELoader":
+                wanted = graphs.AUDIO_VAE if "audio" in value else graphs.VIDEO_VAE
+            if wanted is not None and not isinstance(value, list):
+                node["inputs"][field] = wanted
+    result = host.run(prompt)
+    assert result.status == "success", result.error
+    counts = streams_of(result.video_file)
+    assert counts["video"] == 22
+    assert counts["audio"] >= 22 / 24 * 32000 * 0.95
+    assert "attention calls" in result.report
+
+
+@pytest.mark.parametrize("mode", ["sage", "sparse"])
+def test_log_text_line_and_tag_agree(host, mode):
+    result = host.run(video_graph(attention(mode, budget=20), canvas=graphs.MEDIUM))
+    assert result.status == "success", result.error
+    (text,) = result.shown("text")
+    assert text.split("\n")[0] == result.report
+    (tag,) = tags_of(result.video_file)["nox"]
+    calls = dict.fromkeys(("sparse", "sage", "native", "declined"), 0)
+    for call in tag["calls"]:
+        calls[call["kind"]] += call["count"]
+    assert sum(calls.values()) == 16
+    assert tag["num_forwards"] == 4
+    assert (tag["mode"], tag["precision"], tag["layout"]) == (mode, "accurate", "windows")
+    assert f"computed by {tag['kernel']}" in text
+    if mode == "sage":
+        assert f"Nox sage, accurate: {calls['sage']} of 16 attention calls INT8" in text
+        assert tag["kept_share"] is None
+    else:
+        kept = f"{100 * tag['kept_share']:.1f} % of tiles"
+        assert f"{calls['sparse']} of 16 attention calls sparse ({kept})" in text
+        assert f"{calls['sage']} dense (" in text
+        assert tag["keep_ratio"] == 0.2
+        assert calls["sparse"] == 9
+
+
+def test_a_run_without_nox_is_not_said_to_be_one(host):
+    nox = attention()
+    assert host.run(video_graph(nox)).shown("text")
+    for patches in [(), (nox, attention("dense"))]:
+        result = host.run(video_graph(*patches))
+        assert result.status == "success", result.error
+        assert "text" not in {name for output in result.outputs.values() for name in output}
+        assert "nox" not in tags_of(result.video_file)
+
+
+def test_the_workflow_comes_back_out_of_the_file(host):
+    graph = video_graph(attention())
+    result = host.run(graph)
+    assert tags_of(result.video_file)["prompt"] == graph
+    graph = video_graph(attention())
+    (saver,) = [node for node in graph.values() if node["class_type"] == "NoxSaveVideo"]
+    saver["inputs"]["save_metadata"] = False
+    assert tags_of(host.run(graph).video_file) == {}
+
+
+def image(graph: Graph, **values) -> list:
+    defaults = {"width": 64, "height": 64, "batch_size": 3, "color": 0x336699}
+    return graph.add("EmptyImage", **defaults | values)
+
+
+def save(host, **sources):
+    graph = Graph()
+    inputs = {name: make(graph) for name, make in sources.items()}
+    add_saver(graph, **inputs)
+    return host.run(graph)
+
+
+def video(graph: Graph) -> list:
+    return graph.add("CreateVideo", images=image(graph), fps=24, bit_depth=8)
+
+
+def test_nothing_to_save_is_refused_before_the_run(host):
+    result = save(host)
+    assert result.status == "rejected"
+    assert "Nox Save Video has nothing to save; connect either images or a video." in result.error
+
+
+def test_images_and_video_together_are_refused_before_the_run(host):
+    result = save(host, images=image, video=video)
+    assert result.status == "rejected"
+    assert "has both images and a video connected; disconnect one" in result.error
+
+
+def test_no_sound_gives_a_file_without_sound(host):
+    result = save(host, images=image)
+    assert result.status == "success", result.error
+    assert streams_of(result.video_file) == {"video": 3}
+
+
+def test_a_video_is_saved_with_the_sound_that_is_wired(host):
+    result = save(host, video=video, audio=lambda graph: graph.add("TinyH3Audio", kind="tone"))
+    assert result.status == "success", result.error
+    assert streams_of(result.video_file).keys() == {"video", "audio"}
+
+
+def test_invalid_sound_is_saved_as_silence_and_said(host):
+    result = save(host, images=image, audio=lambda graph: graph.add("TinyH3Audio", kind="nan"))
+    assert result.status == "success", result.error
+    text = "2000 of 64000 sound samples are invalid (NaN or infinite); they were replaced by "
+    assert text in "\n".join(result.shown("text"))
+    assert any(text in line for line in result.log)
+    assert streams_of(result.video_file)["audio"] >= 32000
+
+
+def test_frames_of_odd_size_are_padded_and_said(host):
+    odd = {"width": 1058, "height": 793}
+    result = save(host, images=lambda graph: image(graph, **odd))
+    assert result.status == "success", result.error
+    (text,) = result.shown("text")
+    assert "The frames are 1058x793" in text
+    assert "the video is 1058x794" in text
+    with av.open(str(result.video_file)) as file:
+        frame = next(file.decode(video=0))
+    assert (frame.width, frame.height) == (1058, 794)
+
+
+def test_a_second_file_of_one_prefix_leaves_the_first_alone(host):
+    first = save(host, images=image).video_file
+    content = first.read_bytes()
+    second = save(host, images=lambda graph: image(graph, color=0x112233)).video_file
+    assert first.parent == second.parent == host.output / "nox"
+    numbers = [int(re.search(r"_(\d{5})_\.mp4$", file.name)[1]) for file in (first, second)]
+    assert numbers[1] > numbers[0]
+    assert first.read_bytes() == content

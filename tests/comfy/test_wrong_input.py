@@ -1,0 +1,215 @@
+"""Wrong input: what the user reads, one clear sentence each."""
+
+import comfy_graphs as graphs
+import pytest
+from comfy_graphs import Graph, attention, dense_control, latent_graph
+
+
+def load_graph(unet=graphs.UNET, lora="none", strength=1.0, task=None) -> Graph:
+    """Nox Load MiniMax-H3, and what its `steps` output says."""
+    graph = Graph()
+    values = {"weight_dtype": "default", "lora_name": lora, "lora_strength": strength}
+    model = graph.add("NoxLoadH3", unet_name=unet, **values)
+    graph.add("PreviewAny", source=graphs.second(model))
+    if task:  # unconnected, as a beginner's graph may hold it; its class alone counts
+        graph.add(task)
+    return graph
+
+
+def error_of(host, graph) -> str:
+    result = host.run(graph)
+    assert result.status == "error", (result.status, result.error)
+    text = result.error.strip()
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("page.safetensors", "page.safetensors is not a safetensors file. Download it again."),
+        ("empty.safetensors", "empty.safetensors is not a safetensors file. Download it again."),
+        (
+            "a_video_vae.safetensors",
+            "a_video_vae.safetensors is a video VAE, but a MiniMax-H3 model is needed here. "
+            "Choose another file.",
+        ),
+        (
+            "an_audio_vae.safetensors",
+            "an_audio_vae.safetensors is an audio VAE, but a MiniMax-H3 model is needed here. "
+            "Choose another file.",
+        ),
+        (
+            "a_preview_vae.safetensors",
+            "a_preview_vae.safetensors is a preview VAE, but a MiniMax-H3 model is needed here. "
+            "Choose another file.",
+        ),
+        (
+            "a_text_encoder.safetensors",
+            "a_text_encoder.safetensors is a text encoder, but a MiniMax-H3 model is needed here. "
+            "Choose another file.",
+        ),
+        (
+            "a_lora.safetensors",
+            "a_lora.safetensors is a LoRA, but a MiniMax-H3 model is needed here. "
+            "Choose another file.",
+        ),
+    ],
+)
+def test_a_file_that_is_no_h3_model_is_named(host, file, text):
+    assert error_of(host, load_graph(file)) == text
+
+
+@pytest.mark.parametrize("file", ["truncated.safetensors", "truncated_header.safetensors"])
+def test_a_truncated_model_is_told_by_its_size(host, file):
+    size = (host.base / "models" / "diffusion_models" / file).stat().st_size
+    text = error_of(host, load_graph(file))
+    assert text.startswith(f"{file} is truncated: it has {size:,} bytes, its header asks for ")
+    assert text.endswith(" or more. Download it again.")
+
+
+def test_a_file_that_is_no_lora_is_named(host):
+    assert error_of(host, load_graph(lora="not_a_lora.safetensors")) == (
+        "not_a_lora.safetensors is a MiniMax-H3 model, but a LoRA is needed here. "
+        "Choose another file."
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "class_type", "text"),
+    [
+        (
+            "minimax_h3_ref2va_tiny.safetensors",
+            "MiniMaxH3ImageToVideo",
+            "minimax_h3_ref2va_tiny.safetensors is the reference-to-video model, but this graph ",
+        ),
+        (
+            "minimax_h3_fl2va_tiny.safetensors",
+            "MiniMaxH3ReferenceToVideo",
+            "minimax_h3_fl2va_tiny.safetensors is the text- and keyframe-to-video model, but ",
+        ),
+    ],
+)
+def test_the_model_of_the_other_task_is_refused(host, file, class_type, text):
+    assert error_of(host, load_graph(file, task=class_type)).startswith(text)
+    other = {"MiniMaxH3ImageToVideo", "MiniMaxH3ReferenceToVideo"} - {class_type}
+    assert host.run(load_graph(file, task=other.pop())).status == "success"
+
+
+@pytest.mark.parametrize(
+    ("lora", "strength", "steps"),
+    [
+        ("none", 1.0, "20"),
+        (graphs.LORA, 1.0, "20"),
+        ("tiny_turbo_4step_v1.safetensors", 1.0, "4"),
+        ("tiny_turbo_8step_v1.safetensors", 1.0, "8"),
+        ("tiny_turbo_8step_v1.safetensors", 0.0, "20"),
+    ],
+)
+def test_the_loader_reads_the_steps_from_the_loras_name(host, lora, strength, steps):
+    result = host.run(load_graph(lora=lora, strength=strength))
+    assert result.shown("text") == [steps]
+
+
+def test_the_loader_gives_what_cores_loaders_give(host):
+    core = latent_graph(("LoraLoaderModelOnly", {"lora_name": graphs.LORA, "strength_model": 0.5}))
+    nox = Graph(core)
+    (lora,) = [node for node, value in nox.items() if value["class_type"] == "LoraLoaderModelOnly"]
+    values = {"weight_dtype": "default", "lora_name": graphs.LORA, "lora_strength": 0.5}
+    nox[lora] = {"class_type": "NoxLoadH3", "inputs": {"unet_name": graphs.UNET, **values}}
+    first = host.run(core).digest
+    assert host.run(nox).digest == first != host.run(latent_graph()).digest
+
+
+def refused(host, *patches) -> str:
+    """Refused by validation: nothing of the graph runs."""
+    result = host.run(latent_graph(*patches))
+    assert result.status == "rejected", (result.status, result.error)
+    assert "\n" not in result.error
+    return result.error
+
+
+@pytest.mark.parametrize("budget", [0, 101, -5])
+def test_a_budget_out_of_range_is_refused(host, budget):
+    text = f"Budget must keep 1 to 100 % of the tiles, got {budget} %."
+    assert text in refused(host, attention("sparse", budget=budget))
+
+
+def test_a_budget_out_of_range_that_comes_by_wire_is_refused(host):
+    graph = latent_graph(attention("sparse"))
+    (node,) = [node for node in graph.values() if node["class_type"] == "NoxAttention"]
+    node["inputs"]["budget"] = graph.add("PrimitiveInt", value=0)
+    assert error_of(host, graph) == "Budget must keep 1 to 100 % of the tiles, got 0 %."
+
+
+def test_an_unknown_mode_is_refused(host):
+    text = "Mode 'turbo' is unknown; choose one of sage, sparse, dense."
+    assert text in refused(host, attention("turbo"))
+
+
+def test_an_unknown_precision_is_refused(host):
+    text = "Precision 'fast' is unknown; choose one of accurate, faithful."
+    assert text in refused(host, attention(precision="fast"))
+
+
+@pytest.mark.parametrize("name", ["gone.json", "readme.txt", "../../../etc/passwd"])
+def test_a_layout_that_is_not_there_is_refused_by_name(host, name):
+    result = host.run(latent_graph(attention("sparse", layout=name)))
+    assert result.status in ("rejected", "error")
+    assert name in result.error
+    assert "\n" not in result.error.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("broken.json", "broken.json cannot be read as a layout table: "),
+        ("odd_candidate.json", "odd_candidate.json: candidate '3x3x3' is unknown. Known: "),
+        (
+            "other_version.json",
+            "other_version.json: format is 'nox-layout-table-v9', this version ",
+        ),
+        (
+            "real_size.json",
+            "Layout table 'real_size' is for 50 layers of 56 heads, but this model has 4 layers "
+            "of 4.",
+        ),
+    ],
+)
+def test_a_layout_file_that_does_not_fit_is_refused_by_name(host, name, text):
+    assert error_of(host, latent_graph(attention("sparse", layout=name))).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"blocks": "x"}, "Blocks 'x': 'x' is not a block number or a range. Write them like "),
+        ({"blocks": "0, 5-3"}, "Blocks '0, 5-3': '5-3' is not a block number or a range."),
+        ({"kernel": "cuda"}, "Dense kernel 'cuda' is unknown; choose one of sage, native."),
+        ({"start_percent": 0.9, "end_percent": 0.1}, "The sparse window must run from 0 to 1 "),
+        ({"first_steps": -2}, "Dense steps cannot be negative"),
+        ({"last_steps": -1}, "Dense steps cannot be negative"),
+    ],
+)
+def test_a_dense_control_that_cannot_be_is_refused(host, values, text):
+    assert text in refused(host, attention("sparse"), dense_control(**values))
+
+
+@pytest.mark.parametrize("patches", [(dense_control(blocks="99"),), (dense_control(blocks="0-4"),)])
+def test_a_block_beyond_the_model_is_refused(host, patches):
+    beyond = "99" if "99" in str(patches) else "4"
+    assert error_of(host, latent_graph(attention(), *patches)) == (
+        f"Dense block {beyond} does not exist: this model has blocks 0 to 3."
+    )
+
+
+@pytest.mark.parametrize("node", [attention(), attention("dense"), dense_control()])
+def test_a_model_that_is_not_h3_is_refused(host, node):
+    class_type, values = node
+    graph = Graph()
+    model = graph.add(class_type, model=graph.add("TinyOtherModel"), **values)
+    graph.add("PreviewAny", source=model)
+    assert error_of(host, graph) == (
+        "This node works on MiniMax-H3 only, but the model is Flux. Connect a MiniMax-H3 model, "
+        "or bypass the node."
+    )
