@@ -16,7 +16,7 @@ from ..nox_kernels.errors import RequestError
 from ..nox_kernels.plan import LayerPlan, Plan
 from ..nox_kernels.request import DenseRequest
 from . import h3_sequence, status
-from .run import Forward, Run, Session, register, why_no_kernel
+from .run import Forward, Run, Session, register
 
 log = logging.getLogger("nox")
 
@@ -38,10 +38,7 @@ def apply_attention(model, session: Session | None):
     if session is not None:
         clone.set_attachments(SESSION, session)
         register(session)
-        reason = why_no_kernel(session, clone.load_device, torch.bfloat16)
-        if reason:
-            log.warning("Nox: ComfyUI's own attention will run: %s.", reason)
-            status.show(session.node_id, "ComfyUI's own attention:\nsee the log for the reason")
+        status.announce(session, clone.load_device)
     _install(clone)
     return clone
 
@@ -109,7 +106,6 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
         patcher.get_attachment(DENSE_REQUEST),
         sigmas,
         patcher.get_model_object("model_sampling").percent_to_sigma,
-        patcher.load_device,
     )
     options[RUN] = run
     try:

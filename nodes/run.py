@@ -148,11 +148,11 @@ class Run:
     session: Session
     dense_request: DenseRequest
     schedule: Schedule
-    device: torch.device
     calls: Counter = field(default_factory=Counter)
     num_forwards: int = 0
     _plans: dict = field(default_factory=dict)
-    _kernels: dict = field(default_factory=dict)
+    kernel: str = "ComfyUI"  # what computed last
+    _refusals: dict = field(default_factory=dict)
     _kept: list[float] = field(default_factory=list)
     _lock: Lock = field(default_factory=Lock)
     _start: float = field(default_factory=time.perf_counter)
@@ -164,12 +164,11 @@ class Run:
         dense_request: DenseRequest | None,
         sigmas: torch.Tensor,
         percent_to_sigma: Callable[[float], float],
-        device: torch.device,
     ) -> "Run":
         """Resolve what depends on the run's sigmas, once."""
         dense_request = dense_request or DenseRequest()
         schedule = Schedule.resolve(tuple(sigmas.tolist()), dense_request, percent_to_sigma)
-        return cls(session, dense_request, schedule, device)
+        return cls(session, dense_request, schedule)
 
     def plan(self, layout, device: torch.device) -> Plan:
         """The plan for a packed layout, made at its first use."""
@@ -192,9 +191,13 @@ class Run:
     def why_no_kernel(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why nothing of ours can compute on these tensors; None if something can."""
         key = (device, dtype)
-        if key not in self._kernels:
-            self._kernels[key] = why_no_kernel(self.session, device, dtype)
-        return self._kernels[key]
+        if key not in self._refusals:
+            try:
+                self.kernel = str(pick_kernel(self.session, device, dtype))
+                self._refusals[key] = None
+            except NoKernelError as error:
+                self._refusals[key] = str(error)
+        return self._refusals[key]
 
     def count(self, kind: str, reason: str, layer: LayerPlan | None = None) -> None:
         """Count one block's attention."""
@@ -215,33 +218,23 @@ class Run:
             request=self.session.request,
             calls=dict(self.calls),
             kept_share=sum(self._kept) / len(self._kept) if self._kept else None,
-            kernel=_kernel_name(self.session, self.device),
+            kernel=self.kernel,
             num_forwards=self.num_forwards,
             seconds=time.perf_counter() - self._start,
         )
 
 
-def _case(session: Session, device: torch.device, dtype: torch.dtype) -> capability.KernelCase:
-    return capability.KernelCase.on(
-        device, dtype, session.shape.head_dim, session.request.precision
+def pick_kernel(
+    session: Session, device: torch.device, dtype: torch.dtype
+) -> capability.KernelSpec:
+    """What computes a session's attention on a device.
+
+    Raises:
+        NoKernelError: Nothing of ours can.
+    """
+    return capability.pick(
+        capability.KernelCase.on(device, dtype, session.shape.head_dim, session.request.precision)
     )
-
-
-def why_no_kernel(session: Session, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why nothing of ours can compute what a session asks on a device; None if something can."""
-    try:
-        capability.pick(_case(session, device, dtype))
-    except NoKernelError as error:
-        return str(error)
-    return None
-
-
-def _kernel_name(session: Session, device: torch.device) -> str:
-    try:
-        spec = capability.pick(_case(session, device, torch.bfloat16))
-    except NoKernelError:
-        return "ComfyUI"
-    return f"{spec.name} ({spec.note})" if spec.note else spec.name
 
 
 @dataclass(eq=False)

@@ -2,7 +2,10 @@
 
 import logging
 
-from .run import Report
+import torch
+
+from ..nox_kernels.errors import NoKernelError
+from .run import Report, Session, pick_kernel
 
 log = logging.getLogger("nox")
 
@@ -14,6 +17,23 @@ def show(node_id: str, text: str) -> None:
     server = getattr(PromptServer, "instance", None)
     if server is not None:
         server.send_progress_text(text, node_id)
+
+
+def announce(session: Session, device: torch.device) -> None:
+    """Say before a run what the user should know: that another attention, or a slow one, runs."""
+    try:
+        kernel = pick_kernel(session, device, torch.bfloat16)
+    except NoKernelError as error:
+        log.warning("Nox: ComfyUI's own attention will run: %s.", error)
+        show(session.node_id, "ComfyUI's own attention:\nsee the log for the reason")
+        return
+    if kernel.note:
+        log.warning(
+            "Nox: mode %s computes on the %s. For speed, choose mode dense.",
+            session.request.mode,
+            kernel,
+        )
+        show(session.node_id, "PyTorch reference: slow\nfor speed choose mode dense")
 
 
 def report(node_id: str, result: Report) -> None:

@@ -67,6 +67,9 @@ class KernelSpec:
     precisions: tuple[str, ...]
     note: str
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
+
     def why_not(self, case: KernelCase) -> str | None:
         """None if it accepts the case, else the reason."""
         if case.device_type != self.device_type:
@@ -91,7 +94,7 @@ def _reference(name: str, device_type: str, note: str) -> KernelSpec:
 
 KERNELS = (
     _reference("PyTorch reference on the CPU", "cpu", "right, but slow"),
-    _reference("PyTorch reference on the GPU", "cuda", "right, but slower than dense"),
+    _reference("PyTorch reference on the GPU", "cuda", "right, but far slower than dense"),
 )
 
 

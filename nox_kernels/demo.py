@@ -54,6 +54,7 @@ SYNTHETIC_NOTE = (
     "speed."
 )
 PACKAGES = ("diffusers", "transformers", "av", "matplotlib", "PIL", "tqdm")
+MODEL_PACKAGES = ("accelerate",)  # diffusers loads a model with some float32 layers only with it
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def main(request: DemoRequest) -> int:
     Raises:
         NoxError: Something is missing or the request cannot be served; no file was written.
     """
-    _check_packages()
+    _check_packages(PACKAGES + MODEL_PACKAGES if request.model else PACKAGES)
     job = _resolve(request)
     out = _output_folder(request.out)
     with _quiet():
@@ -152,16 +153,16 @@ def main(request: DemoRequest) -> int:
 # ---- checks ----
 
 
-def _check_packages() -> None:
+def _check_packages(names: tuple[str, ...]) -> None:
     missing = []
-    for name in PACKAGES:
+    for name in names:
         try:
             importlib.import_module(name)
         except ImportError:
             missing.append(name)
     if missing:
         raise NoxError(
-            f"The demo needs {', '.join(missing)}, which is not installed; run: "
+            f"The demo needs {', '.join(missing)}, which does not import; run: "
             f"pip install 'nox-h3[demo]'."
         )
 

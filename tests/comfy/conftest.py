@@ -64,7 +64,6 @@ def host_environment() -> dict[str, str]:
         **_environment(),
         "OMP_NUM_THREADS": "1",  # with more on a busy machine, waiting costs 20 times the work
         "PYTHONDONTWRITEBYTECODE": "1",
-        "TQDM_DISABLE": "1",  # progress bars and log lines share lines
     }
 
 

@@ -41,9 +41,8 @@ def test_sage_computes_every_call_and_stays_close_to_dense(sage, unpatched, prec
     result = sage[precision]
     assert f"Nox sage, {precision}: 8 of 8 attention calls INT8;" in result.report
     difference = relative_difference(result.latent, unpatched.latent)
-    print(f"{precision}: {difference}")
-    # Measured: see the bounds' comment; an attention that is wrong gives 0.3 and more.
-    assert all(1e-4 < value < 0.03 for value in difference), difference
+    # measured (video, audio): accurate 0.0127, 0.0110; faithful 0.0176, 0.0165
+    assert all(0.001 < value < 0.03 for value in difference), difference
 
 
 def test_the_two_precisions_are_different_arithmetic(sage):
@@ -77,8 +76,8 @@ def test_sparse_at_20_percent_skips_tiles_and_each_layout_skips_others(host):
         kept = float(result.report.split(" % of tiles")[0].rsplit("(", 1)[1])
         assert 20 < kept < 70
         difference = relative_difference(result.latent, dense.latent)
-        print(f"{layout}: kept {kept} %, {difference}")
-        assert all(1e-3 < value < 0.5 for value in difference), difference
+        # measured in every layout: video 0.22, audio 0.074
+        assert all(0.02 < value < 0.4 for value in difference), difference
     assert len(set(digests.values())) == len(digests)
 
 

@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 NODES = ["NoxLoadH3", "NoxAttention", "NoxDenseControl", "NoxSaveVideo"]
 
-# name -> default, in the order of saved workflows; None for a socket
+# name -> default, in the order of saved workflows, optional ones last; None for a socket
 INPUTS = {
     "NoxLoadH3": {
         "unet_name": None,
@@ -35,14 +35,14 @@ INPUTS = {
         "kernel": "sage",
     },
     "NoxSaveVideo": {
-        "images": None,
-        "video": None,
-        "audio": None,
         "fps": 24.0,
         "filename_prefix": "video/Nox_H3",
         "format": None,
         "crf": 18,
         "save_metadata": True,
+        "images": None,
+        "video": None,
+        "audio": None,
     },
 }
 OUTPUTS = {

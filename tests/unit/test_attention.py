@@ -173,7 +173,7 @@ def test_decisions_follow_step_block_and_kernel():
 
 
 def test_a_block_beyond_the_model_is_refused():
-    with pytest.raises(RequestError, match="block 7 does not exist.*0 to 3"):
+    with pytest.raises(RequestError, match=r"block 7 does not exist.*0 to 3"):
         plan_of(AttentionRequest("sparse"), dense=DenseRequest(blocks=(0, 7)))
 
 

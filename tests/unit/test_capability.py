@@ -22,7 +22,7 @@ def test_the_cpu_and_an_rtx_card_are_served_and_labelled_slow():
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (replace(GPU, compute_capability=(7, 5)), "compute capability 8.0.*has 7.5"),
+        (replace(GPU, compute_capability=(7, 5)), r"compute capability 8\.0.*has 7\.5"),
         (replace(GPU, is_rocm=True), "ROCm"),
         (replace(GPU, device_type="mps", compute_capability=None), "tensors are on mps"),
         (replace(CPU, head_dim=64), "head_dim 128, got 64"),

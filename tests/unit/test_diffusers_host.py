@@ -399,12 +399,12 @@ def test_an_unknown_layout_is_refused(transformer, scheduler):
 
 def test_a_second_context_is_refused(transformer, scheduler):
     request = AttentionRequest("sage")
-    with host.nox_attention(transformer, request, scheduler=scheduler):
-        with (
-            pytest.raises(RequestError, match="another nox_attention"),
-            host.nox_attention(transformer, request, scheduler=scheduler),
-        ):
-            pass
+    with (
+        host.nox_attention(transformer, request, scheduler=scheduler),
+        pytest.raises(RequestError, match="another nox_attention"),
+        host.nox_attention(transformer, request, scheduler=scheduler),
+    ):
+        pass
 
 
 def test_a_scheduler_without_sigmas_is_refused(transformer):

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent.parent / "host"
 FIRST_PORT = 8220
 START_LIMIT_S = 120
 RUN_LIMIT_S = 120
+_LINE_START = re.compile(r"[\r\n]+|\[(?:INFO|WARNING|ERROR)\] ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -127,14 +128,14 @@ class Host:
         """The end of the log."""
         return "\n".join(self._log_lines(0)[-num_lines:])
 
-    def _log_lines(self, start: int) -> list[str]:
-        text = self.log_file.read_bytes()[start:].decode(errors="replace")
-        return re.split(r"[\r\n]+", _COLOUR.sub("", text))
-
     def lines_since(self, start: int) -> list[str]:
         """Nox's and the probes' log lines after a size of the log."""
-        lines = (re.sub(r"^\[\w+\] ", "", line) for line in self._log_lines(start))
-        return [line for line in lines if line.startswith(("Nox", "probe "))]
+        return [line for line in self._log_lines(start) if line.startswith(("Nox", "probe "))]
+
+    def _log_lines(self, start: int) -> list[str]:
+        text = self.log_file.read_bytes()[start:].decode(errors="replace")
+        # progress bars end without a line break, so a line may start behind one
+        return _LINE_START.split(_COLOUR.sub("", text))
 
     def get(self, path: str) -> bytes:
         """GET a path."""

@@ -121,6 +121,7 @@ class TinyOtherModel(io.ComfyNode):
                 "num_heads": 1,
                 "depth": 1,
                 "depth_single_blocks": 1,
+                "txt_ids_dims": [],
                 "axes_dim": [4, 6, 6],
                 "theta": 10000,
                 "qkv_bias": True,
