@@ -64,8 +64,7 @@ def apply_dense_request(model, request: DenseRequest):
 def _install(clone) -> None:
     """Bring the hooks of a clone in line with its attachments."""
     session = clone.get_attachment(SESSION)
-    options = clone.model_options["transformer_options"]
-    blocks = options.setdefault("patches_replace", {}).setdefault("dit", {})
+    blocks = _block_patches(clone.model_options["transformer_options"])
     for name, patch in list(blocks.items()):
         if isinstance(patch, BlockPatch):
             if patch.previous is None:
@@ -84,6 +83,10 @@ def _install(clone) -> None:
         previous = blocks.get(("double_block", layer_idx))
         patch = BlockPatch(session, layer_idx, previous)
         clone.set_model_patch_replace(patch, "dit", "double_block", layer_idx)
+
+
+def _block_patches(transformer_options: dict) -> dict:
+    return transformer_options.get("patches_replace", {}).get("dit", {})
 
 
 # ---- where the run stands ------------------------------------------------------------------------
@@ -118,7 +121,7 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
 
 def _refuse_conflicts(session: Session, options: dict) -> None:
     """Stop before the first step if our block patches cannot be reached."""
-    blocks = options.get("patches_replace", {}).get("dit", {})
+    blocks = _block_patches(options)
     for layer_idx in range(session.shape.num_layers):
         patch = blocks.get(("double_block", layer_idx))
         seen = patch

@@ -14,7 +14,8 @@ from comfy.utils import ProgressBar
 from comfy_api.latest import InputImpl, io, ui
 
 from ..nox_kernels.errors import NoxError, RequestError
-from ..nox_kernels.video import Audio, NameTakenError, WrittenVideo, write_video
+from ..nox_kernels.sound import Audio
+from ..nox_kernels.video import NameTakenError, WrittenVideo, write_video
 from .filename import resolve_prefix
 from .run import reports_for
 

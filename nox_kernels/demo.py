@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import NoxError, RequestError
+from .layout import TileLayout
 from .ops import pack_tiles
 from .plan import LayerPlan
 from .request import AttentionRequest
@@ -55,6 +57,7 @@ SYNTHETIC_NOTE = (
 )
 PACKAGES = ("diffusers", "transformers", "av", "matplotlib", "PIL", "tqdm")
 MODEL_PACKAGES = ("accelerate",)  # diffusers loads a model with some float32 layers only with it
+ENCODER_PACKAGES = ("torchvision",)  # Qwen3-VL's processor imports it, even for text
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class _Job:
 class _Model:
     """A pipeline without its text encoder, and what the text encoder said."""
 
-    pipeline: object
+    pipeline: Any
     prompt_embeds: Tensor  # [1, R, text_dim]
     text_token_tags: Tensor  # [R] int64
     name: str
@@ -158,7 +161,7 @@ def _check_packages(names: tuple[str, ...]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError:
+        except (ImportError, RuntimeError):  # the latter from one built for another torch
             missing.append(name)
     if missing:
         raise NoxError(
@@ -307,6 +310,7 @@ def _load_real(folder: str, job: _Job) -> _Model:
     subfolders = _subfolders(folder)
     needed = ["transformer", "vae", "audio_vae", "scheduler", "audio_scheduler"]
     if tiny_seed is None:
+        _check_packages(ENCODER_PACKAGES)
         needed += ["text_encoder", "tokenizer", "processor"]
     missing = [name for name in needed if not (Path(folder) / subfolders[name]).is_dir()]
     if missing:
@@ -330,6 +334,7 @@ def _load_real(folder: str, job: _Job) -> _Model:
     )
     pipeline.to(device)
     if encoded is None:
+        assert tiny_seed is not None
         embeds = prompt_embeds(job.prompt, tiny_seed).to(device, dtype)
         encoded = embeds, _text_tags(pipeline, embeds)
     return _Model(pipeline, *encoded, str(folder), is_synthetic=tiny_seed is not None)
@@ -498,7 +503,7 @@ class _RouteSnapshot:
 
     def __init__(self, layer_idx: int):
         self.layer_idx = layer_idx
-        self.drawing: tuple | None = None
+        self.drawing: tuple[TileLayout, Tensor, int] | None = None
 
     def __call__(
         self, layer_idx: int, sigma: float, layer: LayerPlan, q: Tensor, k: Tensor
@@ -518,7 +523,10 @@ class _RouteSnapshot:
         """The picture, or None where no call was sparse."""
         from .figures import route_picture
 
-        return route_picture(*self.drawing, grid) if self.drawing else None
+        if self.drawing is None:
+            return None
+        layout, mask_row, query_tile = self.drawing
+        return route_picture(layout, mask_row, query_tile, grid)
 
 
 # ---- comparing and writing ----
@@ -569,6 +577,9 @@ def _write_files(folder: Path, clips: dict[str, _Clip], route, summary: dict) ->
     num_frames = len(clips["dense"].frames)
     with tqdm(total=(len(clips) + 1) * num_frames, unit="frame") as bar:
 
+        def advance(num_done: int, num_total: int) -> None:
+            bar.update()
+
         def write(name: str, frames: Tensor, clip: _Clip, tag: dict) -> None:
             bar.set_description(f"{name:>17}")
             written = write_video(
@@ -578,7 +589,7 @@ def _write_files(folder: Path, clips: dict[str, _Clip], route, summary: dict) ->
                 fps=FPS,
                 preset="veryfast",
                 metadata={"nox": json.dumps(tag)},
-                progress=lambda done, total: bar.update(),
+                progress=advance,
             )
             for warning in written.warnings:
                 bar.write(f"{name}: {warning}")

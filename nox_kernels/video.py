@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import uuid
-import wave
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,28 +16,13 @@ import torch
 from torch import Tensor
 
 from .errors import NoxError, RequestError
+from .sound import Audio, Sound, SoundError, clean_sound, encode_sound, rescue_sound
 
 _VIDEO_ENCODER = "libx264"
-_AUDIO_ENCODER = "aac"
-_AUDIO_BIT_RATE = 256_000
 _BT709 = 1  # the number of BT.709 in all three H.264 colour tables: primaries, transfer, matrix
 _LIMITED_RANGE = 1  # luma 16..235
-# Channel order of a waveform without a label.
-_LAYOUTS = {1: "mono", 2: "stereo", 3: "3.0", 4: "4.0", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
-# AAC has no standard layout for these, and PyAV (16.0, 18.1) crashes the process that decodes
-# 8 planar channels, ComfyUI's loader included.
-_MIXED_TO_STEREO = ("6.1", "7.1")
 _MAX_LENGTH_GAP_S = 0.1
-_MIN_AUDIO_STD = 1e-5
 _MIN_CRF = 1.0  # below 1 x264 turns to its lossless 4:4:4 profile, which browsers cannot play
-
-
-@dataclass(frozen=True, eq=False)
-class Audio:
-    """Sound of a clip: waveform [C, L] or [1, C, L], any float dtype, nominally in -1..1."""
-
-    waveform: Tensor
-    sample_rate: int  # Hz
 
 
 @dataclass(frozen=True)
@@ -54,14 +38,6 @@ class WrittenVideo:
 
 class NameTakenError(NoxError, FileExistsError):
     """The file exists already; nothing was written."""
-
-
-class _SoundError(Exception):
-    """The audio encoder gave up; carries its message and the sound."""
-
-    def __init__(self, message: str, sound: _Sound):
-        super().__init__(message)
-        self.sound = sound
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,18 +56,6 @@ class _Clip:
         """(height, width) of the file: 4:2:0 shares one colour sample between 2x2 pixels."""
         height, width = self.frames.shape[1:3]
         return height + height % 2, width + width % 2
-
-
-@dataclass(frozen=True, eq=False)
-class _Sound:
-    """The audio half of a file, checked and cleaned."""
-
-    samples: np.ndarray  # [C, L] float32 in -1..1
-    sample_rate: int  # Hz
-
-    @property
-    def seconds(self) -> float:
-        return self.samples.shape[1] / self.sample_rate
 
 
 def write_video(
@@ -134,7 +98,7 @@ def write_video(
     _check_target(target)
     _check_encoder()
     warnings: list[str] = []
-    sound = _clean_sound(audio, warnings)
+    sound = clean_sound(audio, warnings)
     _compare_sizes(clip, warnings)
     _compare_lengths(clip, sound, warnings)
 
@@ -143,9 +107,9 @@ def write_video(
         with _plain_errors(target):
             try:
                 num_bad_frames = _encode(part, clip, sound)
-            except _SoundError as err:
+            except SoundError as err:
                 num_bad_frames = _encode(part, clip, None)
-                warnings.append(_rescue_sound(target, err.sound, str(err)))
+                warnings.append(rescue_sound(target, err.sound, str(err)))
             _publish(part, target)
     finally:
         with contextlib.suppress(OSError):  # after _publish there is nothing left to remove
@@ -205,51 +169,6 @@ def _check_encoder() -> None:
         )
 
 
-def _clean_sound(audio: Audio | None, warnings: list[str]) -> _Sound | None:
-    """Finite samples in -1..1; None where there is nothing to hear. Adds a sentence per repair."""
-    if audio is None or audio.waveform.numel() == 0:
-        return None
-    waveform = audio.waveform.detach()
-    sample_rate = round(audio.sample_rate)
-    if waveform.ndim not in (1, 2, 3) or sample_rate < 1:
-        raise RequestError(
-            "Sound must be a waveform [channels, samples] with a positive sample rate; this one "
-            f"has shape {list(waveform.shape)} at {audio.sample_rate} Hz."
-        )
-    if waveform.ndim == 3:
-        if len(waveform) > 1:
-            warnings.append(f"Of {len(waveform)} sound tracks in the batch the first was saved.")
-        waveform = waveform[0]
-    samples = np.array(waveform.float().cpu().numpy(), ndmin=2)  # a copy: the caller's stays
-    if len(samples) not in _LAYOUTS:
-        warnings.append(f"Of {len(samples)} sound channels the first two were saved.")
-        samples = samples[:2]
-    elif _LAYOUTS[len(samples)] in _MIXED_TO_STEREO:
-        warnings.append(f"The {len(samples)} sound channels were mixed to stereo.")
-
-    finite = np.isfinite(samples)
-    num_invalid = samples.size - int(np.count_nonzero(finite))
-    if num_invalid:
-        warnings.append(
-            f"{num_invalid} of {samples.size} sound samples are invalid (NaN or infinite); "
-            "they were replaced by silence."
-        )
-        samples[~finite] = 0.0
-    num_loud = int(np.count_nonzero(np.abs(samples) > 1.0))
-    if num_loud:
-        warnings.append(
-            f"{num_loud} of {samples.size} sound samples are louder than full scale "
-            f"(peak {np.abs(samples).max():.3g}); they were cut to full scale and may crackle."
-        )
-        np.clip(samples, -1.0, 1.0, out=samples)
-    if samples.std(axis=1, dtype=np.float64).max() < _MIN_AUDIO_STD:
-        warnings.append(
-            f"The sound is silent: every sample has the same value ({samples[0, 0]:.3g}). "
-            "If you expected sound, the audio decoder returned nothing useful."
-        )
-    return _Sound(np.ascontiguousarray(samples), sample_rate)
-
-
 def _compare_sizes(clip: _Clip, warnings: list[str]) -> None:
     height, width = clip.frames.shape[1:3]
     if (height, width) == clip.even_size:
@@ -264,7 +183,7 @@ def _compare_sizes(clip: _Clip, warnings: list[str]) -> None:
     )
 
 
-def _compare_lengths(clip: _Clip, sound: _Sound | None, warnings: list[str]) -> None:
+def _compare_lengths(clip: _Clip, sound: Sound | None, warnings: list[str]) -> None:
     video_s = float(len(clip.frames) / clip.rate)
     if sound is not None and abs(sound.seconds - video_s) > _MAX_LENGTH_GAP_S:
         warnings.append(
@@ -273,7 +192,7 @@ def _compare_lengths(clip: _Clip, sound: _Sound | None, warnings: list[str]) -> 
         )
 
 
-def _encode(part: str, clip: _Clip, sound: _Sound | None) -> int:
+def _encode(part: str, clip: _Clip, sound: Sound | None) -> int:
     """Write the file `part`; returns the number of frames with a non-finite pixel."""
     import av
 
@@ -286,7 +205,7 @@ def _encode(part: str, clip: _Clip, sound: _Sound | None) -> int:
         container.metadata.update(clip.metadata)  # the header is written with the first packet
         stream = _add_video_stream(container, clip)
         # Sound first, kept as packets (32 kB a second): a failure then costs no picture.
-        sound_packets = deque(_encode_sound(container, sound) if sound is not None else ())
+        sound_packets = deque(encode_sound(container, sound) if sound is not None else ())
         for frame_idx, frame in enumerate(clip.frames):
             picture, all_finite = _to_yuv(frame, frame_idx, clip)
             num_bad_frames += not all_finite
@@ -334,58 +253,6 @@ def _to_yuv(frame: Tensor, frame_idx: int, clip: _Clip) -> tuple[object, bool]:
     picture.pts = frame_idx
     picture.time_base = 1 / clip.rate
     return picture, all_finite
-
-
-def _encode_sound(container, sound: _Sound) -> Iterator:
-    """AAC packets of the whole sound, in order; _SoundError where the encoder refuses."""
-    import av
-
-    layout = _LAYOUTS[len(sound.samples)]
-    try:
-        rates = av.codec.Codec(_AUDIO_ENCODER, "w").audio_rates or [sound.sample_rate]
-        # The stream resamples and mixes by itself what differs from its own rate and layout.
-        stream = container.add_stream(
-            _AUDIO_ENCODER,
-            rate=min(rates, key=lambda rate: (abs(rate - sound.sample_rate), -rate)),
-            layout="stereo" if layout in _MIXED_TO_STEREO else layout,
-        )
-        stream.bit_rate = _AUDIO_BIT_RATE
-        for start in range(0, sound.samples.shape[1], sound.sample_rate):  # a second at a time
-            second = sound.samples[:, start : start + sound.sample_rate].T.reshape(1, -1)
-            # Interleaved: PyAV cannot fill a planar frame of 8 channels either.
-            chunk = av.AudioFrame.from_ndarray(second, format="flt", layout=layout)
-            chunk.sample_rate = sound.sample_rate
-            chunk.time_base = Fraction(1, sound.sample_rate)
-            chunk.pts = start
-            yield from stream.encode(chunk)
-        yield from stream.encode(None)
-    except (av.error.FFmpegError, ValueError) as err:
-        raise _SoundError(str(err), sound) from err
-
-
-def _rescue_sound(target: str, sound: _Sound, reason: str) -> str:
-    """Keep the sound as 16-bit WAV beside the video; returns the sentence that says so."""
-    stem = os.path.splitext(target)[0]
-    names = (f"{stem}{suffix}.wav" for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
-    wav_path = next(name for name in names if not os.path.lexists(name))
-    levels = np.rint(sound.samples.T * 32767.0).astype("<i2")  # [L, C], interleaved
-    try:
-        with open(wav_path, "xb") as file, wave.open(file, "wb") as wav:
-            wav.setnchannels(levels.shape[1])
-            wav.setsampwidth(2)
-            wav.setframerate(sound.sample_rate)
-            wav.writeframes(levels.tobytes())
-    except OSError as err:
-        with contextlib.suppress(OSError):
-            os.unlink(wav_path)
-        return (
-            f"The video was saved without sound: the AAC encoder failed ({reason}) and so did "
-            f"a WAV file beside it ({err.strerror})."
-        )
-    return (
-        f"The video was saved without sound because the AAC encoder failed ({reason}); the sound "
-        f"is beside it in {os.path.basename(wav_path)}."
-    )
 
 
 def _publish(part: str, target: str) -> None:

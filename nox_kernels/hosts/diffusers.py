@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def nox_attention(
     dense_request: DenseRequest = DEFAULT_DENSE,
     table: LayoutTable | None = None,
     *,
-    scheduler,
+    scheduler: Any,
     observe: Observer | None = None,
 ) -> Iterator[NoxRun]:
     """Let a transformer compute its attention as asked, for as long as the context is open.
@@ -108,12 +109,13 @@ class NoxRun:
     request: AttentionRequest
     dense_request: DenseRequest
     table: LayoutTable | None
-    scheduler: object
+    scheduler: Any
     observe: Observer | None = None
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: set[KernelSpec] = field(default_factory=set)
     _kept_shares: list[float] = field(default_factory=list)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
+    _refusals: dict[tuple, str | None] = field(default_factory=dict)
     _rows: tuple[Tensor, ...] = ()  # index tensors of the last forward, to know them again
     _sigmas: Tensor | None = None  # the scheduler's tensor that _schedule was made from
     _sequence: Sequence | None = None
@@ -171,11 +173,16 @@ class NoxRun:
 
     def begin_forward(self, arguments: dict) -> None:
         """Take the packed sequence and the sigma from the arguments of the model's forward."""
-        rows = tuple(arguments[name] for name in ("position_ids", "video_indices", "audio_indices"))
+        names = ("position_ids", "video_indices", "audio_indices", "text_indices")
+        rows = tuple(arguments[name] for name in names)
         level = arguments["timestep_indices"]
         if not _same_tensors(rows, self._rows):
             self._sequence = packed_sequence(
-                *rows, arguments["text_indices"], arguments["timestep"][level]
+                arguments["position_ids"],
+                arguments["video_indices"],
+                arguments["audio_indices"],
+                arguments["text_indices"],
+                arguments["timestep"][level],
             )
             self._rows = rows
         sigmas = self.scheduler.sigmas
@@ -217,14 +224,20 @@ class NoxRun:
         decision = self.plan_on(hidden_states.device).decide(layer_idx, sigma)
         if decision.kind == "native":
             return decision
-        case = KernelCase.on(
-            hidden_states.device, hidden_states.dtype, head_dim, self.request.precision
-        )
-        try:
-            self.kernels.add(pick(case))
-        except NoKernelError as error:
-            return Decision("native", str(error))
-        return decision
+        refusal = self._refusal(hidden_states.device, hidden_states.dtype, head_dim)
+        return Decision("native", refusal) if refusal else decision
+
+    def _refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why no kernel serves such tensors; None if one does. Asked once for each kind."""
+        key = (device, dtype, head_dim)
+        if key not in self._refusals:
+            case = KernelCase.on(device, dtype, head_dim, self.request.precision)
+            try:
+                self.kernels.add(pick(case))
+                self._refusals[key] = None
+            except NoKernelError as error:
+                self._refusals[key] = str(error)
+        return self._refusals[key]
 
     def plan_on(self, device: torch.device) -> Plan:
         """The plan of the running forward's packed sequence, made once per device."""
@@ -244,6 +257,7 @@ class NoxRun:
         layer = self.plan_on(q.device).layer(layer_idx, decision.kind)
         if decision.kind == "sparse":
             self._kept_shares.append(layer.kept_share)
+        assert self._sigma is not None
         outs = []
         for request_qkv in zip(q, k, v, strict=True):
             heads_first = [x.transpose(0, 1) for x in request_qkv]  # [H, S, D]

@@ -110,6 +110,9 @@ def _make_models(models: Path, python: Path, environment: dict[str, str]) -> Non
     shutil.copy(unets / graphs.UNET, unets / "minimax_h3_fl2va_tiny.safetensors")
     for steps in (4, 8):
         shutil.copy(loras / graphs.LORA, loras / f"tiny_turbo_{steps}step_v1.safetensors")
+    for name, (down, up) in graphs.LORA_KEYS.items():
+        endings = {".lora_A.weight": down, ".lora_B.weight": up}
+        _copy_renamed(loras / graphs.LORA, loras / f"{name}.safetensors", endings)
     # what a user puts into the wrong folder, or half of
     whole = (unets / graphs.UNET).read_bytes()
     (unets / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -123,6 +126,16 @@ def _make_models(models: Path, python: Path, environment: dict[str, str]) -> Non
     shutil.copy(loras / graphs.LORA, unets / "a_lora.safetensors")
     shutil.copy(unets / graphs.UNET, loras / "not_a_lora.safetensors")
     _make_layouts(models / "nox_layouts")
+
+
+def _copy_renamed(source: Path, target: Path, endings: dict[str, str]) -> None:
+    """Copy a safetensors file with other endings of its tensors' names."""
+    data = source.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].decode()
+    for old, new in endings.items():
+        header = header.replace(f'{old}"', f'{new}"')
+    target.write_bytes(len(header).to_bytes(8, "little") + header.encode() + data[8 + size :])
 
 
 def _make_layouts(folder: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_saver_that_runs_again_alone_keeps_the_report(host):
     (saver,) = [node for node in graph.values() if node["class_type"] == "NoxSaveVideo"]
     saver["inputs"]["crf"] = 30
     again, lines_again = saved(host, graph)
-    assert again.log == []  # nothing was sampled
+    assert again.reports == []  # nothing was sampled
     assert again.video_file != first.video_file
     assert lines_again == lines
 
@@ -107,4 +107,4 @@ def test_a_saver_that_runs_again_alone_keeps_the_report(host):
 def test_a_run_without_a_step_reports_nothing(host):
     result = host.run(latent_graph(attention(), dense_control(), denoise=0.0))
     assert result.status == "success", result.error
-    assert result.log == []
+    assert result.reports == []

@@ -110,12 +110,18 @@ def test_the_summary_says_what_ran_where(summary):
         assert facts["other_step_seconds"] == facts["step_seconds"][1]
 
 
-def test_a_second_run_replaces_its_files_with_the_same_bits(folder, summary):
-    again = run(folder)
-    for mode, facts in summary["modes"].items():
+def test_a_second_run_replaces_its_files_with_the_same_bits(summary, monkeypatch, tmp_path):
+    for name in demo.FILES:
+        (tmp_path / name).write_text("old")
+    (tmp_path / "summary.json").write_text(json.dumps({"made_by": demo.MADE_BY}))
+    monkeypatch.setattr(demo, "MODES", {m: demo.MODES[m] for m in ("dense", "sparse-15")})
+    again = run(tmp_path)
+    for mode, facts in again["modes"].items():
         for stream in ("frames_sha256", "audio_sha256"):
-            assert again["modes"][mode][stream] == facts[stream]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(demo.FILES)
+            assert summary["modes"][mode][stream] == facts[stream]
+    files = {"dense.mp4", "sparse-15.mp4", "side-by-side.mp4", "route.png", "summary.json"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert all((tmp_path / name).stat().st_size > 1000 for name in files)
 
 
 def test_sparse_at_full_budget_renders_the_bits_of_sage(summary, monkeypatch, tmp_path):
@@ -232,6 +238,7 @@ def test_what_only_weights_need_is_asked_for_with_weights(capsys, monkeypatch, t
 
 def test_weights_without_a_text_encoder_are_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "MODEL_PACKAGES", ())
+    monkeypatch.setattr(demo, "ENCODER_PACKAGES", ())
     tiny_h3.save_tiny_h3(tmp_path / "model")
     (tmp_path / "model" / tiny_h3.MARKER).unlink()
     line = refusal(capsys, "--out", str(tmp_path / "out"), "--model", str(tmp_path / "model"))

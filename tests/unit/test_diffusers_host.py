@@ -136,6 +136,15 @@ def test_sage_is_close_to_dense_but_not_equal(transformer, scheduler):
     assert 1e-4 < error < 0.05
 
 
+def test_a_bfloat16_model_keeps_its_dtype(scheduler):
+    transformer = tiny_h3.make_transformer(seed=3).bfloat16()
+    arguments = packed_arguments()
+    out, nox_run = run(transformer, arguments, scheduler, AttentionRequest("sage"))
+    assert out.dtype == torch.bfloat16
+    assert nox_run.calls == {("sage", "mode sage"): 4}
+    assert relative_error(out.float(), forward(transformer, arguments).float()) < 0.05
+
+
 @pytest.mark.parametrize("layout", ["windows", "raster"])
 def test_sparse_at_full_budget_has_the_bits_of_sage(transformer, scheduler, layout):
     arguments = packed_arguments()

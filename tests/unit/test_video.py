@@ -16,9 +16,11 @@ import torch
 
 av = pytest.importorskip("av")
 
+from nox_kernels import sound as sound_module  # noqa: E402
 from nox_kernels import video as video_module  # noqa: E402
 from nox_kernels.errors import NoxError, RequestError  # noqa: E402
-from nox_kernels.video import Audio, NameTakenError, write_video  # noqa: E402
+from nox_kernels.sound import Audio  # noqa: E402
+from nox_kernels.video import NameTakenError, write_video  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -329,7 +331,7 @@ def test_a_small_length_mismatch_is_not_named(tmp_path):
 
 
 def test_sound_is_kept_as_wav_when_aac_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(video_module, "_AUDIO_ENCODER", "no such encoder")
+    monkeypatch.setattr(sound_module, "_AUDIO_ENCODER", "no such encoder")
     (tmp_path / "a.wav").write_bytes(b"somebody's")
     audio = tone()
     written = write_video(tmp_path / "a.mp4", solid(0.5, 24), audio)
@@ -421,7 +423,8 @@ def test_an_unknown_preset_is_a_sentence_and_leaves_nothing(tmp_path):
 _FULL_DISK = """
 import json, os, resource, signal, sys, torch
 from nox_kernels.errors import NoxError
-from nox_kernels.video import Audio, write_video
+from nox_kernels.sound import Audio
+from nox_kernels.video import write_video
 folder = sys.argv[1]
 seeded = torch.Generator().manual_seed(0)
 frames = torch.rand(12, 128, 128, 3, generator=seeded)

@@ -31,7 +31,7 @@ class Maker:
             self.put(name + ".bias", self.randn(name + ".bias", (n_out,)) * 0.02, dtype)
 
     def conv(self, name, n_in, n_out, kernel, bias=True, gain=1.0):
-        self.weight(name + ".weight", (n_out, n_in) + tuple(kernel), gain)
+        self.weight(name + ".weight", (n_out, n_in, *kernel), gain)
         if bias:
             self.put(name + ".bias", self.randn(name + ".bias", (n_out,)) * 0.02)
 
@@ -115,7 +115,7 @@ def make_lora(m, c, rank=4):
 
 def make_video_vae(m, c, z=24, in_channels=3):
     mid = [c["ch"] * k for k in c["ch_mult"]]
-    block_in = [mid[0]] + mid[:-1]
+    block_in = [mid[0], *mid[:-1]]
     space_down, time_down = (2, 2, 2, 2, 1, 1), (1, 2, 2, 1, 1, 1)
     k3, k1 = (3, 3, 3), (1, 1, 1)
     m.conv("encoder.conv_in", in_channels, mid[0], k3)

@@ -8,6 +8,11 @@ VIDEO_VAE = "tiny_h3_video_vae.safetensors"
 AUDIO_VAE = "tiny_h3_audio_vae.safetensors"
 TAEH3 = "tiny_h3_taeh3.safetensors"
 LORA = "tiny_h3_lora.safetensors"
+LORA_KEYS = {  # file: endings of its keys, beside the released files' .lora_A.weight
+    "lora_kohya": (".lora_down.weight", ".lora_up.weight"),
+    "lora_peft": (".lora_A.default.weight", ".lora_B.default.weight"),
+    "lora_diffusers": (".lora.down.weight", ".lora.up.weight"),
+}
 MP4 = "mp4 (H.264 + AAC)"
 
 _runs = itertools.count(1)

@@ -68,10 +68,19 @@ class Result:
             return [file[name] for name in file.files]
 
     @property
+    def reports(self) -> list[str]:
+        """The lines that Nox logs after a run of the sampler."""
+        return [line for line in self.log if line.startswith("Nox s") and "attention calls" in line]
+
+    @property
     def report(self) -> str:
-        """The one line that Nox logs after a run."""
-        (line,) = [line for line in self.log if line.startswith("Nox s")]
+        """The only one of them."""
+        (line,) = self.reports
         return line
+
+    def calls_of(self, probe: str) -> int:
+        """How often a block probe was called."""
+        return sum(line.startswith(f"probe {probe}: call ") for line in self.log)
 
     @property
     def video_file(self) -> Path:

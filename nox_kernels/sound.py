@@ -1,0 +1,150 @@
+"""Sound: checks and cleans the sound of a clip, and encodes it as AAC."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import wave
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from torch import Tensor
+
+from .errors import RequestError
+
+_AUDIO_ENCODER = "aac"
+_AUDIO_BIT_RATE = 256_000
+# Channel order of a waveform without a label.
+_LAYOUTS = {1: "mono", 2: "stereo", 3: "3.0", 4: "4.0", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
+# AAC has no standard layout for these, and PyAV (16.0, 18.1) crashes the process that decodes
+# 8 planar channels, ComfyUI's loader included.
+_MIXED_TO_STEREO = ("6.1", "7.1")
+_MIN_AUDIO_STD = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Audio:
+    """Sound of a clip: waveform [C, L] or [1, C, L], any float dtype, nominally in -1..1."""
+
+    waveform: Tensor
+    sample_rate: int  # Hz
+
+
+@dataclass(frozen=True, eq=False)
+class Sound:
+    """The audio half of a file, checked and cleaned."""
+
+    samples: np.ndarray  # [C, L] float32 in -1..1
+    sample_rate: int  # Hz
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.samples.shape[1] / self.sample_rate
+
+
+class SoundError(Exception):
+    """The audio encoder gave up; carries its message and the sound."""
+
+    def __init__(self, message: str, sound: Sound):
+        super().__init__(message)
+        self.sound = sound
+
+
+def clean_sound(audio: Audio | None, warnings: list[str]) -> Sound | None:
+    """Finite samples in -1..1; None where there is nothing to hear. Adds a sentence per repair."""
+    if audio is None or audio.waveform.numel() == 0:
+        return None
+    waveform = audio.waveform.detach()
+    sample_rate = round(audio.sample_rate)
+    if waveform.ndim not in (1, 2, 3) or sample_rate < 1:
+        raise RequestError(
+            "Sound must be a waveform [channels, samples] with a positive sample rate; this one "
+            f"has shape {list(waveform.shape)} at {audio.sample_rate} Hz."
+        )
+    if waveform.ndim == 3:
+        if len(waveform) > 1:
+            warnings.append(f"Of {len(waveform)} sound tracks in the batch the first was saved.")
+        waveform = waveform[0]
+    samples = np.array(waveform.float().cpu().numpy(), ndmin=2)  # a copy: the caller's stays
+    if len(samples) not in _LAYOUTS:
+        warnings.append(f"Of {len(samples)} sound channels the first two were saved.")
+        samples = samples[:2]
+    elif _LAYOUTS[len(samples)] in _MIXED_TO_STEREO:
+        warnings.append(f"The {len(samples)} sound channels were mixed to stereo.")
+
+    finite = np.isfinite(samples)
+    num_invalid = samples.size - int(np.count_nonzero(finite))
+    if num_invalid:
+        warnings.append(
+            f"{num_invalid} of {samples.size} sound samples are invalid (NaN or infinite); "
+            "they were replaced by silence."
+        )
+        samples[~finite] = 0.0
+    num_loud = int(np.count_nonzero(np.abs(samples) > 1.0))
+    if num_loud:
+        warnings.append(
+            f"{num_loud} of {samples.size} sound samples are louder than full scale "
+            f"(peak {np.abs(samples).max():.3g}); they were cut to full scale and may crackle."
+        )
+        np.clip(samples, -1.0, 1.0, out=samples)
+    if samples.std(axis=1, dtype=np.float64).max() < _MIN_AUDIO_STD:
+        warnings.append(
+            f"The sound is silent: every sample has the same value ({samples[0, 0]:.3g}). "
+            "If you expected sound, the audio decoder returned nothing useful."
+        )
+    return Sound(np.ascontiguousarray(samples), sample_rate)
+
+
+def encode_sound(container, sound: Sound) -> Iterator:
+    """AAC packets of the whole sound, in order; SoundError where the encoder refuses."""
+    import av
+
+    layout = _LAYOUTS[len(sound.samples)]
+    try:
+        rates = av.codec.Codec(_AUDIO_ENCODER, "w").audio_rates or [sound.sample_rate]
+        # The stream resamples and mixes by itself what differs from its own rate and layout.
+        stream = container.add_stream(
+            _AUDIO_ENCODER,
+            rate=min(rates, key=lambda rate: (abs(rate - sound.sample_rate), -rate)),
+            layout="stereo" if layout in _MIXED_TO_STEREO else layout,
+        )
+        stream.bit_rate = _AUDIO_BIT_RATE
+        for start in range(0, sound.samples.shape[1], sound.sample_rate):  # a second at a time
+            second = sound.samples[:, start : start + sound.sample_rate].T.reshape(1, -1)
+            # Interleaved: PyAV cannot fill a planar frame of 8 channels either.
+            chunk = av.AudioFrame.from_ndarray(second, format="flt", layout=layout)
+            chunk.sample_rate = sound.sample_rate
+            chunk.time_base = Fraction(1, sound.sample_rate)
+            chunk.pts = start
+            yield from stream.encode(chunk)
+        yield from stream.encode(None)
+    except (av.error.FFmpegError, ValueError) as err:
+        raise SoundError(str(err), sound) from err
+
+
+def rescue_sound(target: str, sound: Sound, reason: str) -> str:
+    """Keep the sound as 16-bit WAV beside the video; returns the sentence that says so."""
+    stem = os.path.splitext(target)[0]
+    names = (f"{stem}{suffix}.wav" for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
+    wav_path = next(name for name in names if not os.path.lexists(name))
+    levels = np.rint(sound.samples.T * 32767.0).astype("<i2")  # [L, C], interleaved
+    try:
+        with open(wav_path, "xb") as file, wave.open(file, "wb") as wav:
+            wav.setnchannels(levels.shape[1])
+            wav.setsampwidth(2)
+            wav.setframerate(sound.sample_rate)
+            wav.writeframes(levels.tobytes())
+    except OSError as err:
+        with contextlib.suppress(OSError):
+            os.unlink(wav_path)
+        return (
+            f"The video was saved without sound: the AAC encoder failed ({reason}) and so did "
+            f"a WAV file beside it ({err.strerror})."
+        )
+    return (
+        f"The video was saved without sound because the AAC encoder failed ({reason}); the sound "
+        f"is beside it in {os.path.basename(wav_path)}."
+    )

@@ -1,0 +1,174 @@
+// Driver: opens ComfyUI's page in headless Chromium and does there what a user would.
+//
+//   node driver.mjs URL CHROMIUM
+//
+// Reads one JSON request per line, {"call": NAME, "arguments": [...]}, and answers each with one
+// line, {"value": ...} or {"error": "..."}. Ends when its input closes. playwright-core comes from
+// the working directory or from NODE_PATH.
+
+import { createRequire } from 'node:module';
+import { createInterface } from 'node:readline';
+import process from 'node:process';
+
+const { chromium } = createRequire(`${process.cwd()}/`)('playwright-core');
+const [url, executablePath] = process.argv.slice(2);
+const RUN_LIMIT_MS = 240_000;
+const SETTLE_MS = 800; // the page places widgets and redraws in later frames
+
+const browser = await chromium.launch({
+  executablePath,
+  args: ['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage'],
+});
+const page = await browser.newPage({ viewport: { width: 1600, height: 1000 } });
+let pageErrors = [];
+page.on('pageerror', (error) => pageErrors.push(String(error)));
+// no request leaves this machine
+await page.route('**/*', (route) => {
+  const { protocol, hostname } = new URL(route.request().url());
+  const local = ['data:', 'blob:'].includes(protocol) || ['127.0.0.1', 'localhost'].includes(hostname);
+  return local ? route.continue() : route.abort();
+});
+
+const settle = () => page.waitForTimeout(SETTLE_MS);
+
+const calls = {
+  /** Load the page anew, in classic drawing or with Vue nodes. */
+  async open(vueNodes) {
+    pageErrors = [];
+    await page.goto(url, { waitUntil: 'domcontentloaded', timeout: 120_000 });
+    await page.waitForFunction(
+      () => window.app?.graph && Object.keys(window.LiteGraph?.registered_node_types ?? {}).length > 100,
+      null,
+      { timeout: 120_000 },
+    );
+    await settle();
+    await page.keyboard.press('Escape'); // the first-run dialog
+    await page.evaluate((on) => app.ui.settings.setSettingValue('Comfy.VueNodes.Enabled', on), vueNodes);
+    await settle();
+  },
+
+  /** Open a workflow; returns the types that the page does not know. */
+  async load(workflow) {
+    await page.evaluate((graph) => app.loadGraphData(graph), workflow);
+    await settle();
+    return page.evaluate(() =>
+      app.graph.nodes.map((node) => node.type).filter((type) => !LiteGraph.registered_node_types[type]),
+    );
+  },
+
+  /** The graph as the page would save it now. */
+  graph: () => page.evaluate(() => app.graph.serialize()),
+
+  /** The API prompt that Run would send. */
+  prompt: () => page.evaluate(async () => (await app.graphToPrompt()).output),
+
+  /** Widgets that a node shows: name -> value; those without a place in the file left out. */
+  widgets: (id) =>
+    page.evaluate((id) => {
+      const shown = app.graph.getNodeById(id).widgets.filter((widget) => widget.serialize !== false);
+      return Object.fromEntries(shown.map((widget) => [widget.name, widget.value]));
+    }, id),
+
+  /** Type into a widget. */
+  async set(id, name, value) {
+    await page.evaluate(
+      ([id, name, value]) => {
+        const node = app.graph.getNodeById(id);
+        const widget = node.widgets.find((candidate) => candidate.name === name);
+        if (!widget) throw new Error(`${node.type} has no widget ${name}`);
+        widget.setValue(value, { e: new PointerEvent('pointerup'), node, canvas: app.canvas });
+      },
+      [id, name, value],
+    );
+    await page.waitForTimeout(60);
+  },
+
+  /** Put one node into a subgraph and promote widgets; returns the id of the subgraph's node. */
+  async enclose(id, names) {
+    const outer = await page.evaluate((id) => {
+      const { node } = app.graph.convertToSubgraph(new Set([app.graph.getNodeById(id)]));
+      return Number(node.id);
+    }, id);
+    for (const name of names) {
+      await settle();
+      await page.evaluate(
+        ([outer, name]) => {
+          const { subgraph } = app.graph.getNodeById(outer);
+          const [inner] = subgraph.nodes;
+          const input = inner.inputs.find((candidate) => candidate.name === name);
+          subgraph.inputNode.emptySlot.connect(input, inner); // what dragging a wire does
+        },
+        [outer, name],
+      );
+    }
+    await settle();
+    return outer;
+  },
+
+  /** Press Run and wait for the end; returns {status, error, outputs}. */
+  async run() {
+    const known = new Set(Object.keys(await history()));
+    await page.evaluate(() => app.queuePrompt(0, 1));
+    const end = Date.now() + RUN_LIMIT_MS;
+    while (Date.now() < end) {
+      for (const [id, entry] of Object.entries(await history())) {
+        if (known.has(id)) continue;
+        await page.waitForTimeout(1500); // the page shows what came
+        const failure = entry.status.messages.find(([name]) => name === 'execution_error');
+        return {
+          status: entry.status.status_str,
+          error: failure?.[1].exception_message ?? '',
+          outputs: entry.outputs,
+        };
+      }
+      await page.waitForTimeout(200);
+    }
+    throw new Error('the run did not end; did the server refuse the prompt?');
+  },
+
+  /** Text under a node's widgets, such as Nox's badge; null without one. */
+  badge: (id) =>
+    page.evaluate((id) => {
+      const widget = app.graph.getNodeById(id).widgets.find((w) => w.name === '$$node-text-preview');
+      return widget ? String(widget.value) : null;
+    }, id),
+
+  /** Address of the clip that a node plays; null without one. */
+  player: (id) =>
+    page.evaluate((id) => app.nodeOutputs?.[id]?.images?.[0]?.filename ?? null, id),
+
+  /** Uncaught errors since the page was opened. */
+  errors: async () => pageErrors,
+
+  /** Take a picture of the window with a node in its middle. */
+  async shoot(id, file) {
+    await page.evaluate((id) => {
+      const node = app.graph.getNodeById(id);
+      const { ds } = app.canvas;
+      ds.scale = 1;
+      ds.offset = [innerWidth / 2 - node.pos[0] - node.size[0] / 2, 200 - node.pos[1]];
+      app.canvas.setDirty(true, true);
+    }, id);
+    await settle();
+    await page.screenshot({ path: file });
+  },
+};
+
+async function history() {
+  return (await fetch(`${url}/history`)).json();
+}
+
+try {
+  for await (const line of createInterface({ input: process.stdin })) {
+    const request = JSON.parse(line);
+    let answer;
+    try {
+      answer = { value: (await calls[request.call](...request.arguments)) ?? null };
+    } catch (error) {
+      answer = { error: String(error) };
+    }
+    process.stdout.write(`${JSON.stringify(answer)}\n`);
+  }
+} finally {
+  await browser.close();
+}

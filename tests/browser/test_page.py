@@ -1,0 +1,151 @@
+"""The shipped workflows in ComfyUI's own page: nothing missing, nothing shifts, Run works."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = "Nox H3 Text to Video and Audio"
+IMAGE = "Nox H3 Image to Video and Audio"
+# one run samples 4 layers x 8 steps
+NUM_CALLS = 32
+# another one for each run, or the second would come from the cache
+SEEDS = itertools.count(1)
+
+
+def read(name: str) -> dict:
+    return json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def id_of(graph: dict, kind: str) -> int:
+    (node,) = [node for node in graph["nodes"] if node["type"] == kind]
+    return node["id"]
+
+
+def id_titled(graph: dict, title: str) -> int:
+    (node,) = [node for node in graph["nodes"] if node.get("title") == title]
+    return node["id"]
+
+
+def wires(graph: dict) -> list:
+    """Every wire by its ends, whatever its number."""
+    return sorted(link[1:] for link in graph["links"])
+
+
+def wires_at(graph: dict, node_id: int) -> int:
+    return sum(node_id in (link[1], link[3]) for link in graph["links"])
+
+
+def make_small(page, graph: dict) -> None:
+    """The tiny files of the test host, and the smallest canvas that still routes tiles."""
+    loader = id_of(graph, "NoxLoadH3")
+    page.set(loader, "unet_name", "minimax_h3_fl2va_tiny.safetensors")
+    page.set(loader, "lora_name", "tiny_turbo_8step_v1.safetensors")
+    page.set(id_of(graph, "CLIPLoader"), "clip_name", "tiny_h3_qwen3vl.safetensors")
+    page.set(id_titled(graph, "Video VAE"), "vae_name", "tiny_h3_video_vae.safetensors")
+    page.set(id_titled(graph, "Audio VAE"), "vae_name", "tiny_h3_audio_vae.safetensors")
+    page.set(id_titled(graph, "Duration (seconds)"), "value", 0.9)
+    if any(node["type"] == "LoadImage" for node in graph["nodes"]):
+        page.set(id_titled(graph, "Short edge (768 = official)"), "value", 192)
+    else:
+        h3 = id_of(graph, "MiniMaxH3ImageToVideo")
+        page.set(h3, "width", 256)
+        page.set(h3, "height", 192)
+
+
+@pytest.mark.parametrize("name", [TEXT, IMAGE])
+def test_a_workflow_opens_as_it_was_saved(page, name):
+    saved = read(name)
+    assert page.load(saved) == []
+    now = page.graph()
+    assert wires(now) == wires(saved)
+    by_id = {node["id"]: node for node in now["nodes"]}
+    assert by_id.keys() == {node["id"] for node in saved["nodes"]}
+    for node in saved["nodes"]:
+        assert by_id[node["id"]].get("widgets_values") == node.get("widgets_values"), node["type"]
+        if node["type"].startswith("Nox"):
+            assert page.widgets(node["id"]) == node["widgets_values_named"]
+    prompt = ROOT / "tests" / "comfy" / "prompts" / f"{'i2v' if name == IMAGE else 't2v'}.json"
+    assert page.prompt() == json.loads(prompt.read_text(encoding="utf-8"))
+
+
+def test_budget_and_wires_survive_every_mode(page):
+    graph = read(TEXT)
+    page.load(graph)
+    node = id_of(graph, "NoxAttention")
+    page.set(node, "budget", 37)
+    for mode in ("sparse", "dense", "sage", "sparse"):
+        page.set(node, "mode", mode)
+        values = {"mode": mode, "budget": 37, "layout": "windows", "precision": "accurate"}
+        assert page.widgets(node) == values
+        assert wires(page.graph()) == wires(graph)
+        inputs = page.prompt()[str(node)]["inputs"]
+        assert inputs == {**values, "model": [str(id_of(graph, "NoxLoadH3")), 0]}
+
+
+def test_budget_and_wires_survive_every_mode_when_promoted_from_a_subgraph(page):
+    graph = read(TEXT)
+    page.load(graph)
+    node = id_of(graph, "NoxAttention")
+    outer = page.enclose(node, ["mode", "budget"])
+    assert page.widgets(outer) == {"mode": "sage", "budget": 15}
+    before = page.graph()
+    assert wires_at(before, outer) == 3  # from the loader, to the scheduler and the guider
+    page.set(outer, "budget", 37)
+    for mode in ("sparse", "dense", "sage", "sparse"):
+        page.set(outer, "mode", mode)
+        assert page.widgets(outer) == {"mode": mode, "budget": 37}
+        assert wires(page.graph()) == wires(before)
+        inputs = page.prompt()[f"{outer}:{node}"]["inputs"]
+        assert (inputs["mode"], inputs["budget"]) == (mode, 37)
+    # and the whole once more from its file
+    page.load(page.graph())
+    assert page.widgets(outer) == {"mode": "sparse", "budget": 37}
+    assert wires(page.graph()) == wires(before)
+    inputs = page.prompt()[f"{outer}:{node}"]["inputs"]
+    assert (inputs["mode"], inputs["budget"]) == ("sparse", 37)
+
+
+@pytest.mark.parametrize("name", [TEXT, IMAGE])
+def test_run_saves_a_clip_and_says_what_ran(page, name):
+    graph = read(name)
+    page.load(graph)
+    make_small(page, graph)
+    node, saver = id_of(graph, "NoxAttention"), id_of(graph, "NoxSaveVideo")
+    page.set(node, "mode", "sparse")
+    page.set(node, "budget", 20)
+    page.set(id_of(graph, "RandomNoise"), "noise_seed", next(SEEDS))
+    before = page.widgets(saver)
+    result = page.run()
+    assert result["status"] == "success", result["error"]
+    shown = result["outputs"][str(saver)]
+    assert shown["images"][0]["filename"].endswith(".mp4")
+    (line,) = shown["text"]
+    assert line.startswith("Nox sparse 20 %, windows, accurate: ")
+    assert f"of {NUM_CALLS} attention calls sparse" in line
+    assert page.player(saver) == shown["images"][0]["filename"]
+    assert str(NUM_CALLS) in page.badge(node)
+    # what the page adds after a run has no place among the saved values
+    assert page.widgets(saver) == before
+    assert page.widgets(node) == {
+        "mode": "sparse",
+        "budget": 20,
+        "layout": "windows",
+        "precision": "accurate",
+    }
+
+
+def test_run_reports_from_inside_a_subgraph(page):
+    graph = read(TEXT)
+    page.load(graph)
+    make_small(page, graph)
+    outer = page.enclose(id_of(graph, "NoxAttention"), ["mode", "budget"])
+    page.set(outer, "mode", "sparse")
+    page.set(outer, "budget", 40)
+    page.set(id_of(graph, "RandomNoise"), "noise_seed", next(SEEDS))
+    result = page.run()
+    assert result["status"] == "success", result["error"]
+    (line,) = result["outputs"][str(id_of(graph, "NoxSaveVideo"))]["text"]
+    assert line.startswith("Nox sparse 40 %, windows, accurate: ")
