@@ -123,17 +123,15 @@ def _refuse_conflicts(session: Session, options: dict) -> None:
     """Stop before the first step if our block patches cannot be reached."""
     blocks = _block_patches(options)
     for layer_idx in range(session.shape.num_layers):
-        patch = blocks.get(("double_block", layer_idx))
-        seen = patch
-        while seen is not None and getattr(seen, "session", None) is not session:
-            seen = getattr(seen, "previous", None)
-        if seen is None:
-            owner = type(patch).__module__ if patch is not None else "another node"
-            owner = getattr(patch, "__module__", None) or owner
+        outermost = patch = blocks.get(("double_block", layer_idx))
+        while patch is not None and getattr(patch, "session", None) is not session:
+            patch = getattr(patch, "previous", None)
+        if patch is None:
+            owner = getattr(outermost, "__module__", None) or "unknown"
             raise RequestError(
                 f"Another node replaced block {layer_idx} of this model after Nox H3 Attention "
-                f"(code of {owner}), so Nox would not run. Move that node before Nox H3 Attention, "
-                f"or remove one of the two."
+                f"(its code: {owner}), so Nox would not run. Move that node before Nox H3 "
+                f"Attention, or remove one of the two."
             )
 
 

@@ -76,7 +76,12 @@ const calls = {
         const node = app.graph.getNodeById(id);
         const widget = node.widgets.find((candidate) => candidate.name === name);
         if (!widget) throw new Error(`${node.type} has no widget ${name}`);
-        widget.setValue(value, { e: new PointerEvent('pointerup'), node, canvas: app.canvas });
+        if (widget.setValue) {
+          widget.setValue(value, { e: new PointerEvent('pointerup'), node, canvas: app.canvas });
+        } else {
+          widget.value = value; // a promoted widget is a view of the one inside
+          widget.callback?.(value, app.canvas, node);
+        }
       },
       [id, name, value],
     );

@@ -174,6 +174,13 @@ def test_nox_nodes_hold_their_values_in_schema_order(workflow, kind):
     assert all("widget" in i for i in node["inputs"][first_widget:])
 
 
+def test_values_by_position_and_by_name_agree(workflow):
+    for node in workflow.nodes.values():
+        if "widgets_values" in node:
+            named = list(node["widgets_values_named"].values())
+            assert node["widgets_values"] == named, node["type"]
+
+
 def test_defaults(workflow):
     values = {kind: workflow.only(kind)["widgets_values"] for kind in NOX_WIDGETS}
     files = [FILES["diffusion_models"], "default", FILES["loras"], 1]

@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     import comfy.options
 
     comfy.options.enable_args_parsing()
-    import comfy.sd  # noqa: F401 - what nodes import of ComfyUI may load anything of it
+    import comfy.sd  # what nodes import of ComfyUI may load anything of it
 
     before = snapshot()
     nodes = load_pack(pack)
