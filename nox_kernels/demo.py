@@ -47,7 +47,7 @@ MADE_BY = "nox demo"
 
 # diffusers' pipeline renders 5 to 15 seconds; 345 frames is the longest legal count inside.
 MIN_SECONDS, MAX_FRAMES = 5.0, 345
-SYNTHETIC_CANVAS, SYNTHETIC_STEPS = (256, 256), 4
+SYNTHETIC_CANVAS, SYNTHETIC_STEPS = (256, 256), 3
 REAL_STEPS = 20
 DEFAULT_PROMPT = "A red kite climbs over a windy beach while waves roll in and gulls call."
 SYNTHETIC_NOTE = (
@@ -259,7 +259,7 @@ def _spare_cores() -> Iterator[None]:
     """Compute on half of torch's threads.
 
     They wait for each other by spinning, so one core that something else uses stalls them all:
-    with both of two busy cores the demo took 417 s, with one of them 87 s (2026-12-01).
+    on two busy cores four steps took 417 s with two threads, 87 to 150 s with one (2026-12-01).
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(max(1, num_threads // 2))
