@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import math
 import platform
-import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +20,7 @@ from torch import Tensor
 from .errors import NoxError, RequestError
 from .layout import TileLayout
 from .ops import pack_tiles
+from .pipeline import Clip, Job, Model, check_packages, load_model, make_synthetic, render
 from .plan import LayerPlan
 from .request import AttentionRequest
 from .route import keep_best, score_tiles
@@ -85,60 +82,18 @@ class DemoRequest:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A request with every default filled in."""
-
-    prompt: str
-    width: int
-    height: int
-    num_frames: int
-    num_steps: int
-    seed: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Model:
-    """A pipeline without its text encoder, and what the text encoder said."""
-
-    pipeline: Any
-    prompt_embeds: Tensor  # [1, R, text_dim]
-    text_token_tags: Tensor  # [R] int64
-    name: str
-    is_synthetic: bool
-
-    @property
-    def device(self) -> torch.device:
-        return self.pipeline.transformer.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.prompt_embeds.dtype
-
-
-@dataclass(eq=False)
-class _Clip:
-    """One mode's result."""
-
-    frames: Tensor  # [F, H, W, 3] in 0..1
-    waveform: Tensor  # [C, L] float32
-    sample_rate: int  # Hz
-    step_seconds: list[float]
-    facts: dict = field(default_factory=dict)  # for the summary
-
-
 def main(request: DemoRequest) -> int:
     """Run the demo.
 
     Raises:
         NoxError: Something is missing or the request cannot be served; no file was written.
     """
-    _check_packages(PACKAGES + MODEL_PACKAGES if request.model else PACKAGES)
+    check_packages(PACKAGES + MODEL_PACKAGES if request.model else PACKAGES)
     job = _resolve(request)
     out = _output_folder(request.out)
     with _quiet(), _spare_cores():
         _check_diffusers()
-        model = _load_real(request.model, job) if request.model else _make_synthetic(job)
+        model = load_model(request.model, job) if request.model else make_synthetic(job)
         if model.is_synthetic:
             print(SYNTHETIC_NOTE)
         clips, route = _render_modes(model, job)
@@ -156,20 +111,6 @@ def main(request: DemoRequest) -> int:
 # ---- checks ----
 
 
-def _check_packages(names: tuple[str, ...]) -> None:
-    missing = []
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except (ImportError, RuntimeError):  # the latter from one built for another torch
-            missing.append(name)
-    if missing:
-        raise NoxError(
-            f"The demo needs {', '.join(missing)}, which does not import; run: "
-            f"pip install 'nox-h3[demo]'."
-        )
-
-
 def _check_diffusers() -> None:
     import diffusers
 
@@ -179,7 +120,7 @@ def _check_diffusers() -> None:
         )
 
 
-def _resolve(request: DemoRequest) -> _Job:
+def _resolve(request: DemoRequest) -> Job:
     if (request.width is None) != (request.height is None):
         raise RequestError("Give both --width and --height, or neither.")
     if request.model is not None and not Path(request.model).is_dir():
@@ -208,7 +149,7 @@ def _resolve(request: DemoRequest) -> _Job:
     if not prompt.strip():
         raise RequestError("--prompt is empty.")
     num_frames = snap_num_frames(math.floor(request.seconds * FPS + 1e-6))
-    return _Job(prompt, width, height, num_frames, num_steps, request.seed)
+    return Job(prompt, width, height, num_frames, num_steps, request.seed)
 
 
 def _output_folder(name: str) -> Path:
@@ -269,158 +210,20 @@ def _spare_cores() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-# ---- models ----
-
-
-def _pipeline(transformer, vae, audio_vae, scheduler, audio_scheduler):
-    """diffusers' text-to-video-and-audio pipeline, without its text encoder."""
-    from diffusers import MiniMaxH3Blocks
-
-    blocks = MiniMaxH3Blocks().get_workflow("t2va")
-    blocks.sub_blocks.pop("text_encoder")
-    pipeline = blocks.init_pipeline()
-    pipeline.update_components(
-        transformer=transformer,
-        vae=vae,
-        audio_vae=audio_vae,
-        scheduler=scheduler,
-        audio_scheduler=audio_scheduler,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def _make_synthetic(job: _Job) -> _Model:
-    from diffusers import MiniMaxH3Scheduler
-
-    from .tiny_h3 import make_tiny_h3, prompt_embeds
-
-    tiny = make_tiny_h3()
-    pipeline = _pipeline(
-        tiny.transformer,
-        tiny.vae,
-        tiny.audio_vae,
-        MiniMaxH3Scheduler(shift=12.0),
-        MiniMaxH3Scheduler(shift=3.0),
-    )
-    embeds = prompt_embeds(job.prompt, tiny.seed)
-    return _Model(
-        pipeline, embeds, _text_tags(pipeline, embeds), "tiny synthetic H3", is_synthetic=True
-    )
-
-
-def _text_tags(pipeline, embeds: Tensor) -> Tensor:
-    return torch.full((embeds.shape[1],), pipeline.text_tag, dtype=torch.int64)
-
-
-def _load_real(folder: str, job: _Job) -> _Model:
-    """Load weights from a folder in diffusers' layout; nothing is downloaded."""
-    import diffusers
-
-    from .tiny_h3 import prompt_embeds, saved_seed
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tiny_seed = saved_seed(folder)
-    subfolders = _subfolders(folder)
-    needed = ["transformer", "vae", "audio_vae", "scheduler", "audio_scheduler"]
-    if tiny_seed is None:
-        _check_packages(ENCODER_PACKAGES)
-        needed += ["text_encoder", "tokenizer", "processor"]
-    missing = [name for name in needed if not (Path(folder) / subfolders[name]).is_dir()]
-    if missing:
-        raise NoxError(
-            f"--model {folder} lacks {', '.join(missing)}; it must hold MiniMax-H3 in diffusers' "
-            f"layout."
-        )
-    encoded = None
-    if tiny_seed is None:  # first, while nothing else is in memory
-        encoded = _encode_prompt(folder, subfolders, job.prompt, device, dtype)
-
-    def load(name: str, class_name: str, **kwargs):
-        return _from_folder(getattr(diffusers, class_name), folder, subfolders[name], **kwargs)
-
-    pipeline = _pipeline(
-        load("transformer", "MiniMaxH3Transformer3DModel", torch_dtype=dtype),
-        load("vae", "AutoencoderKLMiniMaxH3", torch_dtype=dtype),
-        load("audio_vae", "AutoencoderKLMiniMaxH3Audio", torch_dtype=dtype),
-        load("scheduler", "MiniMaxH3Scheduler"),
-        load("audio_scheduler", "MiniMaxH3Scheduler"),
-    )
-    pipeline.to(device)
-    if encoded is None:
-        assert tiny_seed is not None
-        embeds = prompt_embeds(job.prompt, tiny_seed).to(device, dtype)
-        encoded = embeds, _text_tags(pipeline, embeds)
-    return _Model(pipeline, *encoded, str(folder), is_synthetic=tiny_seed is not None)
-
-
-def _subfolders(folder: str) -> dict[str, str]:
-    """Folder of each component: as the model's index says, else the component's own name."""
-    names = ("transformer", "vae", "audio_vae", "scheduler", "audio_scheduler")
-    folders = {name: name for name in (*names, "text_encoder", "tokenizer", "processor")}
-    try:
-        index = json.loads((Path(folder) / "modular_model_index.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return folders
-    except (OSError, ValueError) as error:
-        raise NoxError(f"--model {folder}: modular_model_index.json is not readable.") from error
-    for name in folders:
-        entry = index.get(name)
-        if isinstance(entry, list) and entry and isinstance(entry[-1], dict):
-            folders[name] = entry[-1].get("subfolder") or name
-    return folders
-
-
-def _from_folder(component_class, folder: str, subfolder: str, **kwargs):
-    try:
-        return component_class.from_pretrained(
-            folder, subfolder=subfolder, local_files_only=True, **kwargs
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise NoxError(f"--model {folder}: {subfolder} does not load: {reason}") from error
-
-
-def _encode_prompt(
-    folder: str, subfolders: dict[str, str], prompt: str, device: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Run the text encoder once for all modes, then drop it: it is as large as the transformer."""
-    import transformers
-    from diffusers import MiniMaxH3Blocks
-
-    encoder = MiniMaxH3Blocks().get_workflow("t2va").sub_blocks["text_encoder"].init_pipeline()
-    encoder.update_components(
-        text_encoder=_from_folder(
-            transformers.Qwen3VLForConditionalGeneration,
-            folder,
-            subfolders["text_encoder"],
-            dtype=dtype,
-        ),
-        tokenizer=_from_folder(transformers.Qwen2TokenizerFast, folder, subfolders["tokenizer"]),
-        processor=_from_folder(transformers.Qwen3VLProcessor, folder, subfolders["processor"]),
-    )
-    encoder.to(device)
-    state = encoder(prompt=prompt)
-    embeds, tags = state.get("prompt_embeds"), state.get("text_token_tags")
-    encoder.unload_components(["text_encoder"])
-    return embeds, tags
-
-
 # ---- rendering ----
 
 
-def _render_modes(model: _Model, job: _Job) -> tuple[dict[str, _Clip], object]:
+def _render_modes(model: Model, job: Job) -> tuple[dict[str, Clip], object]:
     """Every mode's clip from the same noise, and the route picture."""
     from tqdm import tqdm
 
     route = _RouteSnapshot(layer_idx=model.pipeline.transformer.config.num_layers // 2)
-    clips: dict[str, _Clip] = {}
+    clips: dict[str, Clip] = {}
     with tqdm(total=len(MODES) * (job.num_steps + 1), unit="step") as bar:
         for mode in MODES:
             bar.set_description(f"{LABELS[mode]:>17}")
             observe = route if mode == "sparse-15" else None
-            clips[mode] = clip = _render(model, job, mode, observe, bar.update)
+            clips[mode] = clip = render(model, job, MODES[mode], observe, bar.update)
             clip.facts.update(_difference(clip, clips["dense"]))
             clip.facts["frames_sha256"] = _digest(clip.frames)
             clip.facts["audio_sha256"] = _digest(clip.waveform)
@@ -428,89 +231,6 @@ def _render_modes(model: _Model, job: _Job) -> tuple[dict[str, _Clip], object]:
                 clip.frames = clip.frames.half()  # the files hold 8 bits; long clips are large
             bar.update()
     return clips, route.picture(token_grid(job.width, job.height, job.num_frames))
-
-
-def _render(
-    model: _Model,
-    job: _Job,
-    mode: str,
-    observe: Callable | None,
-    on_step: Callable[[], object],
-) -> _Clip:
-    from .hosts.diffusers import nox_attention
-
-    pipeline, request = model.pipeline, MODES[mode]
-    with (
-        nox_attention(
-            pipeline.transformer, request, scheduler=pipeline.scheduler, observe=observe
-        ) as run,
-        _timed_steps(pipeline.transformer, on_step) as step_seconds,
-    ):
-        state = pipeline(
-            prompt_embeds=model.prompt_embeds,
-            text_token_tags=model.text_token_tags,
-            height=job.height,
-            width=job.width,
-            num_frames=job.num_frames,
-            num_inference_steps=job.num_steps + 1,  # diffusers counts the final 0 as a step
-            generator=torch.Generator().manual_seed(job.seed),
-            output_type="pt",
-        )
-    kernels = sorted(
-        f"{kernel.name} ({kernel.note})" if kernel.note else kernel.name for kernel in run.kernels
-    )
-    facts = {
-        "mode": request.mode,
-        "keep_ratio": request.keep_ratio if request.mode == "sparse" else None,
-        "computed_by": kernels or ["diffusers' own attention"],
-        "kept_share_of_sparse_calls": run.kept_share,
-        "kept_share_of_all_calls": run.kept_share_of_all_calls,
-        "calls": [
-            {"kind": kind, "reason": reason, "count": count}
-            for (kind, reason), count in sorted(run.calls.items())
-        ],
-        "step_seconds": step_seconds,
-        "first_step_seconds": step_seconds[0],
-        "other_step_seconds": statistics.median(step_seconds[1:]) if step_seconds[1:] else None,
-    }
-    return _Clip(
-        frames=state.get("videos")[0].float().permute(0, 2, 3, 1).cpu(),
-        waveform=state.get("audio")[0].float().cpu(),
-        sample_rate=int(state.get("sampling_rate")),
-        step_seconds=step_seconds,
-        facts=facts,
-    )
-
-
-@contextmanager
-def _timed_steps(
-    transformer: torch.nn.Module, on_step: Callable[[], object]
-) -> Iterator[list[float]]:
-    """Seconds of each forward of the transformer, which is all of a step that counts."""
-    seconds: list[float] = []
-    started = [0.0]
-
-    def now() -> float:
-        if transformer.device.type == "cuda":
-            torch.cuda.synchronize(transformer.device)
-        return time.perf_counter()
-
-    def before(module, args):
-        started[0] = now()
-
-    def after(module, args, output):
-        seconds.append(now() - started[0])
-        on_step()
-
-    handles = [
-        transformer.register_forward_pre_hook(before),
-        transformer.register_forward_hook(after),
-    ]
-    try:
-        yield seconds
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _RouteSnapshot:
@@ -547,7 +267,7 @@ class _RouteSnapshot:
 # ---- comparing and writing ----
 
 
-def _difference(clip: _Clip, dense: _Clip) -> dict[str, float]:
+def _difference(clip: Clip, dense: Clip) -> dict[str, float]:
     return {
         "frames_mean_abs_difference": float((clip.frames - dense.frames).abs().mean()),
         "audio_mean_abs_difference": float((clip.waveform - dense.waveform).abs().mean()),
@@ -558,7 +278,7 @@ def _digest(x: Tensor) -> str:
     return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()
 
 
-def _summary(model: _Model, job: _Job, clips: dict[str, _Clip]) -> dict:
+def _summary(model: Model, job: Job, clips: dict[str, Clip]) -> dict:
     import diffusers
 
     device = model.device
@@ -584,10 +304,12 @@ def _summary(model: _Model, job: _Job, clips: dict[str, _Clip]) -> dict:
     }
 
 
-def _write_files(folder: Path, clips: dict[str, _Clip], route, summary: dict) -> None:
+def _write_files(folder: Path, clips: dict[str, Clip], route, summary: dict) -> None:
     from tqdm import tqdm
 
-    from .video import Audio, write_video
+    from .figures import side_by_side
+    from .sound import Audio
+    from .video import write_video
 
     num_frames = len(clips["dense"].frames)
     with tqdm(total=(len(clips) + 1) * num_frames, unit="frame") as bar:
@@ -595,7 +317,7 @@ def _write_files(folder: Path, clips: dict[str, _Clip], route, summary: dict) ->
         def advance(num_done: int, num_total: int) -> None:
             bar.update()
 
-        def write(name: str, frames: Tensor, clip: _Clip, tag: dict) -> None:
+        def write(name: str, frames: Tensor, clip: Clip, tag: dict) -> None:
             bar.set_description(f"{name:>17}")
             written = write_video(
                 folder / name,
@@ -611,38 +333,15 @@ def _write_files(folder: Path, clips: dict[str, _Clip], route, summary: dict) ->
 
         for mode, clip in clips.items():
             write(f"{mode}.mp4", clip.frames, clip, clip.facts)
-        write(SIDE_BY_SIDE, _side_by_side(clips), clips["dense"], {"modes": list(clips)})
+        write(
+            SIDE_BY_SIDE,
+            side_by_side({LABELS[mode]: clip.frames for mode, clip in clips.items()}),
+            clips["dense"],
+            {"modes": list(clips)},
+        )
     if route is not None:
         route.save(folder / ROUTE)
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2), encoding="utf-8")
-
-
-def _side_by_side(clips: dict[str, _Clip]) -> Tensor:
-    """[F, H, W, 3] float16: two by two, each under its label."""
-    labelled = []
-    for mode, clip in clips.items():
-        num_frames, _, width, _ = clip.frames.shape
-        label = _label(LABELS[mode], width).expand(num_frames, -1, -1, -1)
-        labelled.append(torch.cat((label, clip.frames.half()), dim=1))
-    rows = [torch.cat(labelled[idx : idx + 2], dim=2) for idx in range(0, len(labelled), 2)]
-    return torch.cat(rows, dim=1)
-
-
-def _label(text: str, width: int) -> Tensor:
-    """[1, h, width, 3] float16: white on black, as large as the width allows."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    size = max(10, min(28, width // 11))
-    strip = Image.new("RGB", (width, 2 * (size * 3 // 4)))
-    ImageDraw.Draw(strip).text(
-        (width / 2, strip.height / 2),
-        text,
-        fill="white",
-        font=ImageFont.load_default(size),
-        anchor="mm",
-    )
-    pixels = torch.frombuffer(bytearray(strip.tobytes()), dtype=torch.uint8)
-    return (pixels.view(1, strip.height, width, 3) / 255).half()
 
 
 def _print_summary(summary: dict, out: Path) -> None:

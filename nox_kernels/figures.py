@@ -1,10 +1,11 @@
-"""Figures: draws what a route kept."""
+"""Figures: pictures for people - what a route kept, and clips beside each other."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .layout import TileLayout
@@ -118,3 +119,38 @@ def _mosaic(states: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
         mosaic[row : row + h, column : column + w] = colours[states[frame_idx]]
         corners.append((row, column))
     return mosaic, corners
+
+
+def side_by_side(clips: dict[str, Tensor]) -> Tensor:
+    """Clips of one size two by two, each under its label.
+
+    Args:
+        clips: Label -> frames [F, H, W, 3] in 0..1.
+
+    Returns:
+        [F, H', 2 W, 3] float16.
+    """
+    labelled = []
+    for text, frames in clips.items():
+        num_frames, _, width, _ = frames.shape
+        label = _label(text, width).expand(num_frames, -1, -1, -1)
+        labelled.append(torch.cat((label, frames.half()), dim=1))
+    rows = [torch.cat(labelled[idx : idx + 2], dim=2) for idx in range(0, len(labelled), 2)]
+    return torch.cat(rows, dim=1)
+
+
+def _label(text: str, width: int) -> Tensor:
+    """[1, h, width, 3] float16: white on black, as large as the width allows."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    size = max(10, min(28, width // 11))
+    strip = Image.new("RGB", (width, 2 * (size * 3 // 4)))
+    ImageDraw.Draw(strip).text(
+        (width / 2, strip.height / 2),
+        text,
+        fill="white",
+        font=ImageFont.load_default(size),
+        anchor="mm",
+    )
+    pixels = torch.frombuffer(bytearray(strip.tobytes()), dtype=torch.uint8)
+    return (pixels.view(1, strip.height, width, 3) / 255).half()
