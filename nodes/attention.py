@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..nox_kernels.request import MODES, PRECISIONS, WINDOWS, AttentionRequest
 from . import h3_sequence, layout_files, patch
-from .run import Session
+from .session import Session
 
 
 class NoxAttention(io.ComfyNode):
@@ -62,15 +62,6 @@ class NoxAttention(io.ComfyNode):
             outputs=[io.Model.Output()],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, mode="sage", budget=100, precision="accurate") -> bool | str:
-        """Say what is wrong before anything runs; a value that comes by wire is not known yet."""
-        try:
-            AttentionRequest(mode=mode, keep_ratio=budget / 100, precision=precision)
-        except ValueError as error:
-            return str(error)
-        return True
 
     @classmethod
     def execute(cls, model, mode, budget, layout, precision) -> io.NodeOutput:

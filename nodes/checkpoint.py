@@ -6,11 +6,17 @@ from pathlib import Path
 
 MAX_HEADER_BYTES = 1 << 27  # a real header is under 1 MB per thousand tensors
 
-# The first kind whose keys are all in the file; keys may stand behind a prefix.
+H3 = "a MiniMax-H3 model"
+LORA = "a LoRA"
+UNKNOWN = "another model"
+
+# The first kind with a key that ends in each of its suffixes; keys may stand behind a prefix.
 KINDS = (
-    ("a LoRA", (".lora_A.weight",)),
-    ("a LoRA", (".lora_down.weight",)),
-    ("a MiniMax-H3 model", ("video_patch_proj.weight", "audio_patch_proj.weight")),
+    (LORA, (".lora_A.weight",)),
+    (LORA, (".lora_A.default.weight",)),
+    (LORA, (".lora_down.weight",)),
+    (LORA, (".lora.down.weight",)),
+    (H3, ("video_patch_proj.weight", "audio_patch_proj.weight")),
     ("a text encoder", ("embed_tokens.weight",)),
     ("an audio VAE", ("decoder.conv_pre.weight",)),
     ("an audio VAE", ("dec_in_proj.weight",)),
@@ -59,13 +65,14 @@ def kind_of(tensors: dict) -> str:
     for kind, suffixes in KINDS:
         if all(any(name.endswith(suffix) for name in tensors) for suffix in suffixes):
             return kind
-    return "another model"
+    return UNKNOWN
 
 
 def check(path: str | Path, wanted: str) -> None:
-    """Refuse a file that is not `wanted`, a kind of `KINDS`, or not whole.
+    """Refuse a file that is not `wanted`, `H3` or `LORA`, or not whole.
 
-    Files of other formats than safetensors (GGUF, .pt) are left to their loader.
+    Files of other formats than safetensors (GGUF, .pt) are left to their loader, and so are
+    LoRAs of a kind that is not in `KINDS`: there are many.
 
     Raises:
         ValueError: One sentence.
@@ -74,7 +81,7 @@ def check(path: str | Path, wanted: str) -> None:
     if path.suffix.lower() not in (".safetensors", ".sft"):
         return
     kind = kind_of(read_header(path))
-    if kind != wanted:
+    if kind != wanted and (kind, wanted) != (UNKNOWN, LORA):
         raise ValueError(
             f"{path.name} is {kind}, but {wanted} is needed here. Choose another file."
         )

@@ -66,19 +66,16 @@ class NoxDenseControl(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, **inputs) -> bool | str:
-        """Say what is wrong before anything runs; a value that comes by wire is not known yet."""
+    def validate_inputs(cls, blocks=None) -> bool | str:
+        """Say what is wrong with the text before anything runs; by wire it is still None."""
         try:
-            _request(**inputs)
+            parse_blocks(blocks or "")
         except ValueError as error:
             return str(error)
         return True
 
     @classmethod
-    def execute(cls, model, **inputs) -> io.NodeOutput:
+    def execute(cls, model, blocks, **inputs) -> io.NodeOutput:
         """Return a patched clone; the model that came in stays as it is."""
-        return io.NodeOutput(patch.apply_dense_request(model, _request(**inputs)))
-
-
-def _request(*, blocks: str = "", model=None, **inputs) -> DenseRequest:
-    return DenseRequest(blocks=parse_blocks(blocks), **inputs)
+        request = DenseRequest(blocks=parse_blocks(blocks), **inputs)
+        return io.NodeOutput(patch.apply_dense_request(model, request))

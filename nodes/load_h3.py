@@ -1,6 +1,7 @@
 """Nox Load MiniMax-H3: the diffusion model, its few-step LoRA, and how many steps that takes."""
 
 import re
+from functools import partial
 
 import comfy.sd
 import comfy.utils
@@ -9,7 +10,7 @@ import torch
 from comfy_api.latest import io
 
 from ..nox_kernels.errors import FileError
-from . import checkpoint
+from . import checkpoint, patch
 
 NO_LORA = "none"
 DEFAULT_STEPS = 20
@@ -84,12 +85,13 @@ class NoxLoadH3(io.ComfyNode):
     def execute(cls, unet_name, weight_dtype, lora_name, lora_strength) -> io.NodeOutput:
         """Check the files' headers first, then load as ComfyUI's own nodes do."""
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        _check(path, "a MiniMax-H3 model")
-        _refuse_wrong_task(unet_name, cls.hidden.prompt or {})
+        _check(path, checkpoint.H3)
+        check_task = partial(_refuse_wrong_task, unet_name)
+        check_task(_uses_references(cls.hidden.prompt or {}))
         use_lora = lora_name != NO_LORA and lora_strength != 0
         if use_lora:
             lora_path = folder_paths.get_full_path_or_raise("loras", lora_name)
-            _check(lora_path, "a LoRA")
+            _check(lora_path, checkpoint.LORA)
         model = comfy.sd.load_diffusion_model(path, model_options=dict(WEIGHT_DTYPES[weight_dtype]))
         if use_lora:
             lora, metadata = comfy.utils.load_torch_file(
@@ -98,6 +100,8 @@ class NoxLoadH3(io.ComfyNode):
             model, _ = comfy.sd.load_lora_for_models(
                 model, None, lora, lora_strength, 0, lora_metadata=metadata
             )
+        # again at the start of a run: this node may be cached while the graph around it changes
+        model = patch.check_at_start(model, check_task)
         return io.NodeOutput(model, steps_of(lora_name) if use_lora else DEFAULT_STEPS)
 
 
@@ -108,18 +112,22 @@ def _check(path: str, wanted: str) -> None:
         raise FileError(str(error)) from error
 
 
-def _refuse_wrong_task(unet_name: str, prompt: dict) -> None:
-    """The two released models differ by their file name only, and each is useless for the other's."""
+def _uses_references(prompt: dict) -> bool | None:
+    """Whether a graph conditions on references; None where it does both, or neither."""
     classes = {node.get("class_type") for node in prompt.values()}
-    makes_video = "MiniMaxH3ImageToVideo" in classes
-    uses_references = "MiniMaxH3ReferenceToVideo" in classes
+    by_references = "MiniMaxH3ReferenceToVideo" in classes
+    return by_references if by_references != ("MiniMaxH3ImageToVideo" in classes) else None
+
+
+def _refuse_wrong_task(unet_name: str, uses_references: bool | None) -> None:
+    """The two released models differ by their file name only, and each is useless for the other's."""
     name = unet_name.lower()
-    if "ref2v" in name and makes_video and not uses_references:
+    if "ref2v" in name and uses_references is False:
         raise FileError(
             f"{unet_name} is the reference-to-video model, but this graph makes video from text or "
             f"keyframes. Choose the fl2va file, or load it with Load Diffusion Model to try anyway."
         )
-    if "fl2v" in name and uses_references and not makes_video:
+    if "fl2v" in name and uses_references is True:
         raise FileError(
             f"{unet_name} is the text- and keyframe-to-video model, but this graph uses references. "
             f"Choose the ref2va file, or load it with Load Diffusion Model to try anyway."

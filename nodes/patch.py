@@ -6,6 +6,8 @@ clone only.
 """
 
 import logging
+import re
+from collections.abc import Callable
 
 import torch
 from comfy.ldm.modules import attention as host_attention
@@ -16,11 +18,13 @@ from ..nox_kernels.errors import RequestError
 from ..nox_kernels.plan import LayerPlan, Plan
 from ..nox_kernels.request import DenseRequest
 from . import h3_sequence, status
-from .run import Forward, Run, Session, register
+from .run import Forward, Run
+from .session import Session, register
 
 log = logging.getLogger("nox")
 
 KEY = "nox"  # of our wrappers
+CHECK = "nox_check"  # of the loader's
 SESSION = "nox_session"  # attachment: the Nox H3 Attention node that applies
 DENSE_REQUEST = "nox_dense_request"  # attachment: what Nox Dense Steps and Blocks asks
 RUN = "nox_run"  # transformer option: the run, set at its start
@@ -58,6 +62,24 @@ def apply_dense_request(model, request: DenseRequest):
     clone = model.clone()
     clone.set_attachments(DENSE_REQUEST, request)
     _install(clone)
+    return clone
+
+
+def check_at_start(model, check: Callable[[bool], None]):
+    """A clone of a MODEL that calls `check` at the start of each run, before its first step.
+
+    Args:
+        model: The model.
+        check: Gets whether the run is conditioned on references; raises to stop it.
+    """
+
+    def wrapper(executor, *args, **kwargs):
+        conditions = executor.class_obj.conds.values()
+        check(any("minimax_refs" in condition for group in conditions for condition in group))
+        return executor(*args, **kwargs)
+
+    clone = model.clone()
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, CHECK, wrapper)
     return clone
 
 
@@ -99,7 +121,8 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
     session = patcher.get_attachment(SESSION)
     if session is None:
         log.warning(
-            "Nox Dense Steps and Blocks does nothing here: no Nox H3 Attention is on this model."
+            "Nox Dense Steps and Blocks does nothing here: no Nox H3 Attention in mode sage or "
+            "sparse is on this model."
         )
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     options = guider.model_options["transformer_options"]  # a copy for this run
@@ -111,12 +134,14 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
         patcher.get_model_object("model_sampling").percent_to_sigma,
     )
     options[RUN] = run
+    register(session)  # again: another graph may have used this node's number since
     try:
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     finally:
-        session.last_report = run.finish()
-        if session.last_report is not None:
-            status.report(session.node_id, session.last_report)
+        report = run.finish()
+        if report is not None:
+            session.keep_report(report)
+            status.report(session.node_id, report)
 
 
 def _refuse_conflicts(session: Session, options: dict) -> None:
@@ -127,7 +152,8 @@ def _refuse_conflicts(session: Session, options: dict) -> None:
         while patch is not None and getattr(patch, "session", None) is not session:
             patch = getattr(patch, "previous", None)
         if patch is None:
-            owner = getattr(outermost, "__module__", None) or "unknown"
+            module = getattr(outermost, "__module__", None) or "unknown"
+            owner = re.split(r"custom_nodes[\\/]", module)[-1]
             raise RequestError(
                 f"Another node replaced block {layer_idx} of this model after Nox H3 Attention "
                 f"(its code: {owner}), so Nox would not run. Move that node before Nox H3 "

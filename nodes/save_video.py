@@ -16,8 +16,9 @@ from comfy_api.latest import InputImpl, io, ui
 from ..nox_kernels.errors import NoxError, RequestError
 from ..nox_kernels.sound import Audio
 from ..nox_kernels.video import NameTakenError, WrittenVideo, write_video
+from . import status
 from .filename import resolve_prefix
-from .run import reports_for
+from .session import reports_for
 
 _MP4 = "mp4 (H.264 + AAC)"
 _BOTH_INPUTS = (
@@ -144,6 +145,8 @@ class NoxSaveVideo(io.ComfyNode):
         for warning in written.warnings:
             logging.warning("Nox Save Video: %s", warning)
         lines = [report.line for report in reports] + list(written.warnings)
+        # the page draws only the video of what a saver returns
+        status.show(cls.hidden.unique_id, "\n".join(lines))
         return io.NodeOutput(
             # The file rather than the tensors: it holds no memory, it is exactly what was saved,
             # a second saver copies it without another loss, and it carries the `nox` tag on.
@@ -218,7 +221,7 @@ def _write_next(
 
 
 def _preview(file: str, subfolder: str, lines: list[str]) -> dict:
-    """The player on the node, and the lines that stand under it."""
+    """The player on the node, and the lines for whoever reads the history."""
     shown = ui.PreviewVideo([ui.SavedResult(file, subfolder, io.FolderType.output)]).as_dict()
     if lines:
         shown["text"] = ("\n".join(lines),)

@@ -5,7 +5,8 @@ import logging
 import torch
 
 from ..nox_kernels.errors import NoKernelError
-from .run import Report, Session, pick_kernel
+from .run import pick_kernel
+from .session import Report, Session
 
 log = logging.getLogger("nox")
 

@@ -21,7 +21,7 @@ def test_before_and_after_nox_attention_are_the_same(host):
     assert after.digest == before.digest
     assert after.report == before.report
     assert "4 of 16 attention calls sparse" in after.report
-    assert "12 dense (8 first steps, 4 dense block)" in after.report
+    assert "12 dense (8 in the first steps, 4 in dense blocks)" in after.report
 
 
 def test_the_last_of_two_wins(host):
@@ -43,7 +43,8 @@ def test_without_it_the_defaults_apply_again(host):
 def test_without_nox_attention_it_warns_that_it_does_nothing(host, patches):
     result = run(host, dense_control(first_steps=2), *patches)
     assert result.log == [
-        "Nox Dense Steps and Blocks does nothing here: no Nox H3 Attention is on this model."
+        "Nox Dense Steps and Blocks does nothing here: no Nox H3 Attention in mode sage or sparse "
+        "is on this model."
     ]
     assert result.digest == run(host).digest
 
@@ -54,18 +55,21 @@ def test_all_steps_dense_equals_sage_and_on_the_native_kernel_no_nox_at_all(host
     assert sage.digest == run(host, attention("sage")).digest
     native = run(host, SPARSE, dense_control(**every_step, kernel="native"))
     assert native.digest == run(host).digest
-    assert "0 of 16 attention calls sparse; 16 dense (16 first steps)" in native.report
+    assert "0 of 16 attention calls sparse; 16 native (16 in the first steps)" in native.report
 
 
 def test_the_native_kernel_serves_the_dense_part_of_mode_sage_too(host):
     result = run(host, attention("sage"), dense_control(first_steps=1, kernel="native"))
-    assert "9 of 16 attention calls INT8; 7 native (4 first steps, 3 dense block)" in result.report
+    assert (
+        "9 of 16 attention calls INT8; 7 native (4 in the first steps, 3 in dense blocks)"
+        in result.report
+    )
 
 
 def test_every_block_named_is_dense_in_every_step(host):
     result = run(host, SPARSE, dense_control(first_steps=0, blocks="0-3", kernel="native"))
     assert result.digest == run(host).digest
-    assert "16 dense (16 dense block)" in result.report
+    assert "16 native (16 in dense blocks)" in result.report
 
 
 @pytest.mark.parametrize(
@@ -85,8 +89,8 @@ def test_auto_first_steps_cover_a_fifth_of_the_schedule(host, steps, denoise, nu
         ({"start_percent": 0.5}, "8 outside the window"),
         ({"end_percent": 0.5}, "4 outside the window"),
         ({"start_percent": 0.25, "end_percent": 0.5}, "8 outside the window"),
-        ({"last_steps": 1}, "4 last steps"),
-        ({"first_steps": 1, "last_steps": 2}, "4 first steps, 8 last steps"),
+        ({"last_steps": 1}, "4 in the last steps"),
+        ({"first_steps": 1, "last_steps": 2}, "4 in the first steps, 8 in the last steps"),
     ],
 )
 def test_window_and_last_steps_are_what_they_say(host, values, reasons):
@@ -99,13 +103,13 @@ def test_a_sampler_that_evaluates_twice_a_step_keeps_the_same_sigmas_dense(host)
     # heun evaluates at sigma 0, then twice at 1, 2 and 3: one of seven is the first step's
     result = run(host, SPARSE, dense_control(blocks=""), sampler="heun")
     assert "24 of 28 attention calls sparse" in result.report
-    assert "4 dense (4 first steps)" in result.report
+    assert "4 dense (4 in the first steps)" in result.report
 
 
 def test_two_conditions_keep_the_same_steps_dense(host):
     result = run(host, SPARSE, dense_control(blocks=""), negative="blurred")
     assert "24 of 32 attention calls sparse" in result.report
-    assert "8 dense (8 first steps)" in result.report
+    assert "8 dense (8 in the first steps)" in result.report
 
 
 def test_a_later_sigma_shift_counts_as_if_it_came_first(host):

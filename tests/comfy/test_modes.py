@@ -55,7 +55,7 @@ def test_sparse_at_100_percent_equals_sage(host, sage, layout, precision):
     node = attention("sparse", budget=100, layout=layout, precision=precision)
     result = host.run(latent_graph(node, canvas=MEDIUM, steps=2))
     assert result.digest == sage[precision].digest
-    assert "0 of 8 attention calls sparse; 8 dense (8 every tile kept)" in result.report
+    assert "0 of 8 attention calls sparse; 8 dense (8 with every tile kept)" in result.report
 
 
 def test_sparse_at_20_percent_skips_tiles_and_each_layout_skips_others(host):
@@ -72,7 +72,7 @@ def test_sparse_at_20_percent_skips_tiles_and_each_layout_skips_others(host):
         assert (
             f"Nox sparse 20 %, {layout}, accurate: 3 of 8 attention calls sparse" in result.report
         )
-        assert "5 dense (4 first steps, 1 dense block)" in result.report
+        assert "5 dense (4 in the first steps, 1 in dense blocks)" in result.report
         kept = float(result.report.split(" % of tiles")[0].rsplit("(", 1)[1])
         assert 20 < kept < 70
         difference = relative_difference(result.latent, dense.latent)

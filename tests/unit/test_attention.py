@@ -23,7 +23,8 @@ def percent_to_sigma(percent):
     return 12 * (1 - percent) / (1 + 11 * (1 - percent))
 
 
-def plan_of(request, case=CASE, table=None, dense=DenseRequest(), num_layers=4):
+def plan_of(request, case=CASE, table=None, dense=None, num_layers=4):
+    dense = dense or DenseRequest()
     sigmas = [percent_to_sigma(step / 4) for step in range(5)]
     return make_plan(
         request,

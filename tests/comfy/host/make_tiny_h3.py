@@ -36,7 +36,7 @@ FP16_PARTS = ("video_vae", "taeh3")
 
 
 def quantize(sd, layers, kind):
-    """Replace linear weights by ComfyUI's quantized storage (.weight, .weight_scale, .comfy_quant)."""
+    """Give linear weights ComfyUI's quantised form: .weight, .weight_scale, .comfy_quant."""
     for layer in layers:
         w = sd[layer + ".weight"].float()
         conf = {"format": "int8_tensorwise"}

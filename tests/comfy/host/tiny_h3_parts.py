@@ -73,7 +73,7 @@ def make_dit(m, c, text_dim, curve=True):
     m.linear("audio_patch_proj", c["audio_latents_dim"], hid, dtype=f32)
     m.linear("condition_proj", text_dim, hid)
     if curve:
-        # the released "pruned" files: a table of a few coordinates over t replaces the time embedder
+        # as the released "pruned" files: a table of coordinates over t replaces the time embedder
         t_dim, grid = c["adaln_curve_dim"], c["adaln_curve_grid"]
         t = torch.linspace(0, 1, grid)[:, None]
         k = torch.arange(1, t_dim + 1)[None]

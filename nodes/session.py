@@ -1,0 +1,188 @@
+"""Session: what one Nox H3 Attention node's patch asks, and the reports of its runs."""
+
+import weakref
+from dataclasses import dataclass, field
+
+from comfy_execution.utils import get_executing_context
+
+from ..nox_kernels.layout_table import LayoutTable
+from ..nox_kernels.request import AttentionRequest
+from .h3_sequence import ModelShape
+
+# How a report words the reasons of a plan's decisions, after a number of calls.
+REASONS = {
+    "first steps": "in the first steps",
+    "last steps": "in the last steps",
+    "dense block": "in dense blocks",
+    "every tile kept": "with every tile kept",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What really ran.
+
+    Attributes:
+        request: What the user asked.
+        calls: Attention calls by (kind, reason); kind is "sparse", "sage", "native" (the user
+            wanted the host's own attention there) or "declined" (it stepped in).
+        kept_share: Share of tile pairs computed in the sparse calls; None without any.
+        kernel: The implementation that computed, with its note.
+        num_forwards: Model evaluations.
+        seconds: Duration of the sampling run.
+    """
+
+    request: AttentionRequest
+    calls: dict[tuple[str, str], int]
+    kept_share: float | None
+    kernel: str
+    num_forwards: int
+    seconds: float
+
+    def count(self, kind: str) -> int:
+        """Attention calls of one kind."""
+        return sum(n for (call_kind, _), n in self.calls.items() if call_kind == kind)
+
+    def _reasons(self, kind: str) -> str:
+        """Such as "8 in the first steps, 6 in dense blocks"."""
+        counts = [(n, reason) for (call_kind, reason), n in self.calls.items() if call_kind == kind]
+        return ", ".join(f"{n} {REASONS.get(reason, reason)}" for n, reason in counts)
+
+    @property
+    def line(self) -> str:
+        """One line for the log and under the saved video."""
+        total = sum(self.calls.values())
+        request = self.request
+        if request.mode == "sparse":
+            setting = f"sparse {100 * request.keep_ratio:.0f} %, {request.layout}"
+            share = f" ({100 * self.kept_share:.1f} % of tiles)" if self.kept_share else ""
+            parts = [f"{self.count('sparse')} of {total} attention calls sparse{share}"]
+            other = {"sage": "dense", "native": "native"}
+        else:
+            setting = "sage"
+            parts = [f"{self.count('sage')} of {total} attention calls INT8"]
+            other = {"native": "native"}
+        other["declined"] = "left to ComfyUI's own attention"
+        parts += [
+            f"{self.count(kind)} {name} ({self._reasons(kind)})"
+            for kind, name in other.items()
+            if self.count(kind)
+        ]
+        return f"Nox {setting}, {request.precision}: {'; '.join(parts)}; computed by {self.kernel}"
+
+    @property
+    def badge(self) -> str:
+        """At most two lines of thirty characters, shown on the node."""
+        mode = self.request.mode
+        # the page may join the lines, so the first ends like one
+        first = f"{self.count(mode)} of {sum(self.calls.values())} calls {mode}."
+        if self.count("declined"):
+            return f"{first}\n{self.count('declined')} by ComfyUI itself: see log"
+        if self.kept_share:
+            return f"{first}\nThey compute {100 * self.kept_share:.1f} % of tiles."
+        return first
+
+    def as_dict(self) -> dict:
+        """Plain values, for the `nox` tag of a saved file."""
+        return {
+            "mode": self.request.mode,
+            "keep_ratio": self.request.keep_ratio,
+            "layout": self.request.layout,
+            "precision": self.request.precision,
+            "calls": [
+                {"kind": kind, "reason": reason, "count": n}
+                for (kind, reason), n in self.calls.items()
+            ],
+            "kept_share": self.kept_share,
+            "kernel": self.kernel,
+            "num_forwards": self.num_forwards,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(eq=False)
+class Session:
+    """One Nox H3 Attention node's patch: what it asks, and what its last runs did.
+
+    Attributes:
+        request: What the node asks.
+        table: Layout of every head.
+        shape: Of the model.
+        node_id: The node.
+        reports: Of the last run of each sampler that used it: sampler's node -> the prompt it
+            ran in, and the report.
+    """
+
+    request: AttentionRequest
+    table: LayoutTable
+    shape: ModelShape
+    node_id: str
+    reports: dict[str, tuple[str, Report]] = field(default_factory=dict)
+
+    def keep_report(self, report: Report) -> None:
+        """Remember the report of a run for the savers behind its sampler, which executes now."""
+        prompt_id, sampler_id = _executing()
+        self.reports[sampler_id] = prompt_id, report
+
+    def is_asked_by(self, inputs: dict) -> bool:
+        """Whether a node of a prompt asks the same; an input that comes by wire may be anything."""
+        asked = {
+            "mode": self.request.mode,
+            "budget": round(100 * self.request.keep_ratio),
+            "layout": self.request.layout,
+            "precision": self.request.precision,
+        }
+        return all(
+            isinstance(inputs.get(name), list) or inputs.get(name) == value
+            for name, value in asked.items()
+        )
+
+
+def _executing() -> tuple[str, str]:
+    """(prompt, node) that ComfyUI executes now."""
+    context = get_executing_context()
+    return (context.prompt_id, context.node_id) if context is not None else ("", "")
+
+
+# So that a saver finds the report of the patch upstream of it in its graph; holds nothing alive.
+_sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
+
+
+def register(session: Session) -> None:
+    """Make a session findable by its node."""
+    _sessions[session.node_id] = session
+
+
+def reports_for(prompt: dict | None, node_id: str) -> list[Report]:
+    """Reports of the sampling runs upstream of a node.
+
+    Args:
+        prompt: The API prompt, {node id: {"class_type", "inputs"}}.
+        node_id: The node to start from.
+    """
+    prompt = prompt or {}
+    sessions, seen, queue = [], [], [str(node_id)]
+    while queue:
+        node = queue.pop()
+        if node in seen or node not in prompt:
+            continue
+        seen.append(node)
+        inputs = prompt[node].get("inputs", {})
+        if prompt[node].get("class_type") == "NoxAttention":
+            # the last one of a chain wins, so what stands before it says nothing
+            session = _sessions.get(node)
+            if session is not None and session.is_asked_by(inputs):
+                sessions.append(session)
+            continue
+        links = (link for link in inputs.values() if isinstance(link, list) and len(link) == 2)
+        queue += [str(link[0]) for link in links]
+    found = [
+        session.reports[sampler]
+        for session in sessions
+        for sampler in reversed(seen)  # the first sampler of a chain first
+        if sampler in session.reports
+    ]
+    # a node of another graph may have had the number of one here; without a run in this prompt
+    # the sampler is cached, and what it did then stands
+    now = [report for prompt_id, report in found if prompt_id == _executing()[0]]
+    return now or [report for _, report in found]
