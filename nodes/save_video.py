@@ -129,7 +129,7 @@ class NoxSaveVideo(io.ComfyNode):
         video=None,
         audio=None,
     ) -> io.NodeOutput:
-        """Write the file; everything worth knowing about it goes under the preview."""
+        """Write the file; everything worth knowing about it goes onto the node."""
         images, audio, fps = _frames_sound_and_rate(images, video, audio, fps)
         prompt, extra = cls.hidden.prompt or {}, cls.hidden.extra_pnginfo or {}
         reports = reports_for(prompt, cls.hidden.unique_id)

@@ -50,7 +50,7 @@ class Report:
 
     @property
     def line(self) -> str:
-        """One line for the log and under the saved video."""
+        """One line for the log and the saver."""
         total = sum(self.calls.values())
         request = self.request
         if request.mode == "sparse":
