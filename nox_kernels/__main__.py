@@ -25,13 +25,19 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     demo.set_defaults(run=_demo)
-    demo.add_argument("--out", default="nox-demo", metavar="DIR", help="folder for the files")
+    demo.add_argument(
+        "--out", default="nox-demo", metavar="DIR", help="folder for the files (default nox-demo)"
+    )
     demo.add_argument("--model", metavar="DIR", help="MiniMax-H3 weights in diffusers' layout")
     demo.add_argument("--prompt", metavar="TEXT", help="what the clip shows")
-    demo.add_argument("--width", type=int, help="pixels, a multiple of 32")
-    demo.add_argument("--height", type=int, help="pixels, a multiple of 32")
-    demo.add_argument("--seconds", type=float, default=5.0, help="length of the clip (default 5)")
-    demo.add_argument("--steps", type=int, help="denoising steps")
+    demo.add_argument(
+        "--width", type=int, help="pixels, a multiple of 32 (default 256; with --model 1344)"
+    )
+    demo.add_argument(
+        "--height", type=int, help="pixels, a multiple of 32 (default 256; with --model 768)"
+    )
+    demo.add_argument("--seconds", type=float, default=5.0, help="length, 5 to 14.375 (default 5)")
+    demo.add_argument("--steps", type=int, help="denoising steps (default 3; with --model 20)")
     demo.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     doctor = commands.add_parser(
         "doctor",
@@ -78,7 +84,11 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except NoxError as error:
         print(f"nox: {error}", file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("nox: PyTorch is not installed; run: pip install torch", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import math
 import platform
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def _resolve(request: DemoRequest) -> Job:
     num_steps = default_steps if request.steps is None else request.steps
     if not 2 <= num_steps <= 1000:
         raise RequestError(
-            f"--steps must be between 2 and 1000 (the first step is always dense), got {num_steps}."
+            f"--steps must be between 2 and 1000 (in sparse the first one computes every tile), got {num_steps}."
         )
     if not 0 <= request.seed < 2**63:
         raise RequestError(f"--seed must be between 0 and 2^63 - 1, got {request.seed}.")
@@ -155,6 +156,8 @@ def _resolve(request: DemoRequest) -> Job:
 def _output_folder(name: str) -> Path:
     """Make the folder; refuse one that we may not write to or whose files are not ours."""
     out = Path(name)
+    if out.exists() and not out.is_dir():
+        raise NoxError(f"--out {name} is a file, not a folder.")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -346,21 +349,37 @@ def _write_files(folder: Path, clips: dict[str, Clip], route, summary: dict) -> 
 
 def _print_summary(summary: dict, out: Path) -> None:
     print(f"\n{summary['model']} on {summary['device']} ({summary['host']})")
-    print(f"{'mode':<10} {'step 0':>8} {'others':>8} {'kept':>6} {'frames':>9} {'sound':>9}")
+    print(
+        f"{'mode':<10} {'step 0':>8} {'others':>8}   {'attention calls':<32} {'frames':>8} {'sound':>8}"
+    )
     for mode, facts in summary["modes"].items():
-        others, kept = facts["other_step_seconds"], facts["kept_share_of_all_calls"]
+        others = facts["other_step_seconds"]
         print(
             f"{mode:<10} {facts['first_step_seconds']:>6.2f} s "
-            + (f"{others:>6.2f} s " if others is not None else f"{'-':>8} ")
-            + (f"{100 * kept:>4.0f} % " if kept is not None else f"{'-':>6} ")
-            + f"{facts['frames_mean_abs_difference']:>9.5f} "
-            + f"{facts['audio_mean_abs_difference']:>9.6f}"
+            + (f"{others:>6.2f} s   " if others is not None else f"{'-':>8}   ")
+            + f"{_calls_text(facts):<32} "
+            + f"{facts['frames_mean_abs_difference']:>8.5f} "
+            + f"{facts['audio_mean_abs_difference']:>8.5f}"
         )
-    print("kept: tile pairs computed, over all calls; frames, sound: mean difference to dense.")
-    for name in sorted(
-        {name for facts in summary["modes"].values() for name in facts["computed_by"]}
-    ):
-        print(f"Computed by: {name}.")
+    print(
+        "Seconds are of one run. frames, sound: mean difference to dense, of values in 0..1, -1..1."
+    )
+    computed_by = {name for facts in summary["modes"].values() for name in facts["computed_by"]}
+    for name in sorted(computed_by - {"diffusers' own attention"}):
+        print(f"sage and sparse computed by: {name}.")
     if summary["is_synthetic"]:
         print(SYNTHETIC_NOTE)
     print(f"Files: {out.resolve()}")
+
+
+def _calls_text(facts: dict) -> str:
+    """Such as "6 of 12 sparse, 45 % of their tiles"."""
+    counts = Counter()
+    for call in facts["calls"]:
+        counts[call["kind"]] += call["count"]
+    if not counts:
+        return "diffusers' own"
+    if counts["sparse"]:
+        kept = 100 * facts["kept_share_of_sparse_calls"]
+        return f"{counts['sparse']} of {counts.total()} sparse, {kept:.0f} % of tiles"
+    return f"{counts['sage']} of {counts.total()} in INT8"

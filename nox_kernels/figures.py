@@ -96,8 +96,8 @@ def route_title(layout: TileLayout, mask_row: Tensor, query_tile: int) -> str:
     """The picture's title: how many KV tiles the query tile keeps, and how many it must."""
     num_tail = layout.num_real_kv_tiles - layout.num_video_kv_tiles
     return (
-        f"Query tile {query_tile} of {layout.num_query_tiles} (layout {layout.name}) keeps "
-        f"{int(mask_row.sum())} of {layout.num_real_kv_tiles} KV tiles.\n"
+        f"What query tile {query_tile + 1} of {layout.num_query_tiles} (layout {layout.name}) looks "
+        f"at, by latent frame t: {int(mask_row.sum())} of {layout.num_real_kv_tiles} KV tiles.\n"
         f"{num_tail} of them hold text, conditions and sound: always kept, not drawn."
     )
 

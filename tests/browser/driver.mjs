@@ -56,6 +56,16 @@ const calls = {
     );
   },
 
+  /** Drop a file of the output folder on the page, as if dragged there. */
+  async drop({ filename, subfolder, type }) {
+    await page.evaluate(async (query) => {
+      const answer = await fetch(`/view?${new URLSearchParams(query)}`);
+      const file = new File([await answer.blob()], query.filename, { type: 'video/mp4' });
+      await app.handleFile(file);
+    }, { filename, subfolder, type });
+    await settle();
+  },
+
   /** The graph as the page would save it now. */
   graph: () => page.evaluate(() => app.graph.serialize()),
 

@@ -137,6 +137,26 @@ def test_run_saves_a_clip_and_says_what_ran(page, name):
     }
 
 
+def test_dropping_the_saved_file_brings_the_graph_back(page):
+    graph = read(TEXT)
+    page.load(graph)
+    make_small(page, graph)
+    page.set(id_of(graph, "RandomNoise"), "noise_seed", next(SEEDS))
+    ran = page.graph()
+    result = page.run()
+    assert result["status"] == "success", result["error"]
+    (saved,) = result["outputs"][str(id_of(graph, "NoxSaveVideo"))]["images"]
+    page.load(read(IMAGE))
+    assert wires(page.graph()) != wires(ran)
+    page.drop(saved)
+    now = page.graph()
+    assert wires(now) == wires(ran)
+    values, expected = (
+        {node["id"]: node.get("widgets_values") for node in graph["nodes"]} for graph in (now, ran)
+    )
+    assert values == expected
+
+
 def test_run_reports_from_inside_a_subgraph(page):
     graph = read(TEXT)
     page.load(graph)
