@@ -212,7 +212,7 @@ def test_bad_input_is_refused_in_one_sentence(capsys, tmp_path, arguments, words
 
 def test_a_file_in_place_of_the_folder_is_refused(capsys, tmp_path):
     (tmp_path / "out").write_text("mine")
-    assert "cannot be written to" in refusal(capsys, "--out", str(tmp_path / "out"))
+    assert "is a file, not a folder" in refusal(capsys, "--out", str(tmp_path / "out"))
 
 
 def test_somebody_elses_files_are_never_replaced(capsys, tmp_path):

@@ -49,7 +49,8 @@ def test_the_title_counts_kept_and_forced_tiles():
     layout = make_layout(SEQUENCE, "4x8x4")
     kept = [0, 1, 5, layout.first_tail_kv_tile, layout.first_tail_kv_tile + 1]
     title = figures.route_title(layout, mask_of(layout, kept), 0)
-    assert f"keeps 5 of {layout.num_real_kv_tiles} KV tiles" in title
+    assert f"query tile 1 of {layout.num_query_tiles}" in title
+    assert f": 5 of {layout.num_real_kv_tiles} KV tiles" in title
     assert "2 of them" in title
 
 
