@@ -95,6 +95,16 @@ def test_the_model_of_the_other_task_is_refused(host, file, class_type, text):
     assert host.run(load_graph(file, task=other.pop())).status == "success"
 
 
+def test_the_model_of_the_other_task_is_refused_though_its_loader_is_cached(host):
+    file = "minimax_h3_ref2va_tiny.safetensors"
+    graph = load_graph(file)
+    assert host.run(graph).status == "success"
+    latent = graph.add("EmptyMiniMaxH3LatentAV", **graphs.SMALL)
+    latent = graphs.add_sampler(graph, ["1", 0], graphs.add_conditioning(graph), latent)
+    graph.add("TinyH3SaveLatent", samples=latent)
+    assert error_of(host, graph).startswith(f"{file} is the reference-to-video model, but this")
+
+
 @pytest.mark.parametrize(
     ("lora", "strength", "steps"),
     [
