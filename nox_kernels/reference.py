@@ -15,6 +15,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BITS = 32  # KV tiles in one word of a selection
+TINY = 2.0**-100  # smallest amax that is scaled: 448 / TINY is finite
 SAMPLE_STRIDE = 16  # every 16th packed row stands for all of them: no pass over K or V is spent
 ELEMENTS_PER_CHUNK = 1 << 24  # bounds every temporary to 64 MB of float32
 QUERY_TILES_PER_CHUNK = (32, 512)  # at once: a CPU's cache holds the step, a GPU is kept busy
@@ -104,11 +105,30 @@ def pool_tiles(x: Tensor, valid_count: Tensor) -> Tensor:
 # ---- pre-pass ------------------------------------------------------------------------------------
 
 
-def _to_tiles(x: Tensor, slot_row: Tensor, tile: int) -> Tensor:
-    """[H, S, D] -> [H, N, tile, D]; empty slots hold 0."""
+def to_tiles(x: Tensor, slot_row: Tensor, tile: int) -> Tensor:
+    """Gather packed rows into tiles.
+
+    Args:
+        x: [H, S, D], any strides.
+        slot_row: [num_slots] int32, the packed row in each slot, -1 = empty.
+        tile: Slots of a tile; divides the number of slots.
+
+    Returns:
+        [H, N, tile, D]; empty slots hold 0.
+    """
     tiles = x.index_select(1, slot_row.clamp(min=0))
     tiles.masked_fill_((slot_row < 0)[None, :, None], 0)
     return tiles.view(x.shape[0], -1, tile, x.shape[2])
+
+
+def _float32(x: float) -> float:
+    """The float32 nearest to x, as a constant in a kernel has it."""
+    return float(torch.tensor(x, dtype=torch.float32))
+
+
+def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """a * b + c, rounded once: float64 holds the product of two float32 exactly."""
+    return (a.double() * b + c).float()
 
 
 def _quantise_accurate(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,13 +136,13 @@ def _quantise_accurate(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
     `amax` broadcasts against `tiles`.
     """
-    multiplier = torch.where(amax > 0, 127.0 / amax, 0.0)
-    return (tiles * multiplier).round().clamp(-127, 127).to(torch.int8), amax / 127.0
+    amax = amax.clamp(min=TINY)
+    return (tiles * (127.0 / amax)).round().clamp(-127, 127).to(torch.int8), amax / 127.0
 
 
 def _quantise_faithful(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """INT8 as SageAttention 2.2's per-thread quantiser: scale amax / 127 + 1e-7, half away from 0."""
-    scale = (amax.double() * (1 / 127) + 1e-7).float()
+    scale = _fma(amax, _float32(1 / 127), _float32(1e-7))
     scaled = tiles * scale.reciprocal()
     return (scaled + torch.where(scaled >= 0, 0.5, -0.5)).trunc().to(torch.int8), scale
 
@@ -135,9 +155,9 @@ def _key_groups(tiles: Tensor) -> Tensor:
 def _pack_qk_accurate(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, ...]:
     """K centred by its sampled mean, both rotated; a scale per Q row, four per 64 keys."""
     k = hadamard(k - k[:, ::SAMPLE_STRIDE].mean(dim=1, keepdim=True))
-    q_tiles = _to_tiles(hadamard(q), slot_row, 128)
+    q_tiles = to_tiles(hadamard(q), slot_row, 128)
     q8, q_scale = _quantise_accurate(q_tiles, q_tiles.abs().amax(3, keepdim=True))
-    k_groups = _key_groups(_to_tiles(k, slot_row, 64))
+    k_groups = _key_groups(to_tiles(k, slot_row, 64))
     k8, k_scale = _quantise_accurate(k_groups, k_groups.abs().amax((2, 4, 5), keepdim=True))
     return q8, q_scale.squeeze(3), k8.flatten(2, 4), k_scale.flatten(2)
 
@@ -147,10 +167,10 @@ def _pack_qk_faithful(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, .
 
     16 query rows share 8 scales (rows r and r + 8), 128 keys share 4.
     """
-    q_tiles = _to_tiles(q.float(), slot_row, 128).unflatten(2, (8, 2, 8))  # [H, Nq, 8, 2, 8, D]
+    q_tiles = to_tiles(q.float(), slot_row, 128).unflatten(2, (8, 2, 8))  # [H, Nq, 8, 2, 8, D]
     q8, q_scale = _quantise_faithful(q_tiles, q_tiles.abs().amax((3, 5), keepdim=True))
     smooth = (k - k.mean(dim=1, keepdim=True)).float()  # rounded to k's dtype, as upstream does
-    k_groups = _key_groups(_to_tiles(smooth, slot_row, 128))  # [H, Nk / 2, 16, 4, 2, D]
+    k_groups = _key_groups(to_tiles(smooth, slot_row, 128))  # [H, Nk / 2, 16, 4, 2, D]
     k8, k_scale = _quantise_faithful(k_groups, k_groups.abs().amax((2, 4, 5), keepdim=True))
     return (
         q8.flatten(2, 4),
@@ -162,9 +182,8 @@ def _pack_qk_faithful(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, .
 
 def _pack_v_e4m3(v: Tensor, slot_row: Tensor) -> tuple[Tensor, Tensor]:
     """V as e4m3 with a scale per channel; a channel of zeros stays zero."""
-    amax = v.abs().amax(dim=1)  # [H, D]
-    multiplier = torch.where(amax > 0, E4M3_MAX / amax, 0.0)
-    tiles = _to_tiles(v, slot_row, 64) * multiplier[:, None, None]
+    amax = v.abs().amax(dim=1).clamp(min=TINY)  # [H, D]
+    tiles = to_tiles(v, slot_row, 64) * (E4M3_MAX / amax)[:, None, None]
     return tiles.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.int8), amax / E4M3_MAX
 
 
@@ -179,7 +198,7 @@ def _pack_v_int8(v: Tensor, slot_row: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     channel = v[:, ::SAMPLE_STRIDE].abs().mean(dim=1)  # [H, D]
     # a channel that is silent in the sample must not blow up where it is not
     channel = channel.maximum(channel.mean(dim=1, keepdim=True) * 2.0**-10).clamp(min=1e-30)
-    tiles = _to_tiles(v, slot_row, 64) / channel[:, None, None]
+    tiles = to_tiles(v, slot_row, 64) / channel[:, None, None]
     # floor: a quiet tile must not make its own weights vanish beside the others'
     amax = tiles.abs().amax((2, 3), keepdim=True).maximum(torch.ones_like(tiles[:, :1, :1, :1]))
     image, tile_scale = _quantise_accurate(tiles, amax)
@@ -194,8 +213,8 @@ def _pack_heads(
 ):
     pack_qk = _pack_qk_accurate if precision == "accurate" else _pack_qk_faithful
     means = (
-        pool_tiles(_to_tiles(q.float(), slot_row, 128), valid_count.view(-1, 2).sum(1)),
-        pool_tiles(_to_tiles(k.float(), slot_row, 64), valid_count),
+        pool_tiles(to_tiles(q.float(), slot_row, 128), valid_count.view(-1, 2).sum(1)),
+        pool_tiles(to_tiles(k.float(), slot_row, 64), valid_count),
     )
     if precision == "accurate":
         q, k = q.float(), k.float()
@@ -291,21 +310,16 @@ def _sum(x: Tensor) -> Tensor:
     return x.double().sum(dim=2, keepdim=True).float()
 
 
-def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """a * b + c, rounded once: float64 holds the product of two float32 exactly."""
-    return (a.double() * b + c).float()
-
-
 def _attend_int8(steps: Iterator[_Step], out: Tensor) -> Tensor:
-    """Softmax and P V with u8 P and s8 V; O and d in units of the step's reference.
+    """Softmax and P V with u8 P and s8 V; O and d in units of the step's level.
 
     The tile scale of V rides in P's exponent and is divided out of the denominator again. The
-    reference follows the step's maximum, but stays within 24 bits of the running one, so that O
+    level follows the step's maximum, but stays within 24 bits of the running one, so that O
     cannot overflow.
     """
     denominator = torch.zeros_like(out[..., :1])
     running = torch.full_like(denominator, -math.inf)
-    reference = torch.full_like(denominator, -1e30)
+    level = torch.full_like(denominator, -1e30)
     log2_scale = _log2_softmax_scale(out.shape[2])
     for step in steps:
         addend = step.v_tile_scale.log2()
@@ -313,12 +327,12 @@ def _attend_int8(steps: Iterator[_Step], out: Tensor) -> Tensor:
         highest = (logit + addend).masked_fill(~step.is_key, -math.inf).amax(2, keepdim=True)
         running = running.maximum(highest)
         fresh = (highest - 7.994).maximum(running - 24.0)  # 2^7.994 rounds to 255
-        fresh = torch.where(step.is_live, fresh, reference)
-        carry = (reference - fresh).exp2()
+        fresh = torch.where(step.is_live, fresh, level)
+        carry = (level - fresh).exp2()
         p = (logit + (addend - fresh)).exp2().round().masked_fill(~step.is_key, 0.0)
         out = out * carry + p @ step.v
         denominator = denominator * carry + _sum(p / step.v_tile_scale)
-        reference = fresh
+        level = fresh
     return out / denominator
 
 
@@ -328,16 +342,18 @@ def _attend_e4m3(steps: Iterator[_Step], out: Tensor) -> Tensor:
     The maximum is kept 8.807 < log2(448) below the true one, so that P fills e4m3's range. The
     last step dequantises its scores before the softmax scale, a rounding earlier.
     """
+    offset = _float32(8.807)
     denominator = torch.ones_like(out[..., :1])
     highest = torch.full_like(denominator, -5e6)
     log2_scale = _log2_softmax_scale(out.shape[2])
     for step in steps:
-        score = step.score.masked_fill(~step.is_key, -math.inf)
-        score = torch.where(step.is_last, score * step.scale, score)
+        score = torch.where(step.is_last, step.score * step.scale, step.score)
         factor = torch.where(step.is_last, log2_scale, step.scale * log2_scale)
-        peak = _fma(score, factor, -8.807).amax(2, keepdim=True)
-        fresh = torch.where(step.is_live, highest.maximum(peak), highest)
-        p = _fma(score, factor, -fresh).exp2()
+        # masked after the products: a group of padding may have scale 0, and -inf * 0 is NaN
+        logit = _fma(score, factor, -offset).masked_fill(~step.is_key, -math.inf)
+        fresh = highest.maximum(logit.amax(2, keepdim=True))
+        fresh = torch.where(step.is_live, fresh, highest)
+        p = _fma(score, factor, -fresh).exp2().masked_fill(~step.is_key, 0.0)
         carry = (highest - fresh).exp2()
         denominator = _fma(denominator, carry, _sum(p))
         p8 = p.clamp(max=E4M3_MAX).to(E4M3)

@@ -57,7 +57,12 @@ class Case:
         elif self.recipe == "loud value":
             # block 49 has V values of 1,500 in channels of rms 4
             v *= 4
-            v[self.sequence.num_rows // 2, :, 7] = 1500.0
+            v[self.sequence.num_rows // 2 | 1, :, 7] = 1500.0  # odd: not in the sample
+        elif self.recipe == "outlier keys":
+            # one key of 128 at 4 x beside the loud value
+            k[::128] *= 4
+            v *= 4
+            v[self.sequence.num_rows // 2 | 1, :, 7] = 1500.0  # odd: not in the sample
         elif self.recipe == "silent channel":
             v[..., 3] = 0.0
         elif self.recipe == "sharp":
@@ -73,6 +78,9 @@ CASES = (
     Case("normal"),
     Case("strong channels", recipe="strong"),
     Case("loud value", recipe="loud value"),
+    # an odd number of KV tiles, and 3 rows in the last one: groups of padding have scale 0
+    Case("loud value, odd tiles", num_text=65, num_frames=39, recipe="loud value"),
+    Case("outlier keys", recipe="outlier keys"),
     Case("silent channel", recipe="silent channel"),
     Case("sharp", recipe="sharp"),
     Case("float32 ragged", width=224, height=160, num_text=17, dtype=torch.float32),

@@ -173,6 +173,14 @@ def test_decisions_follow_step_block_and_kernel():
     assert plan_of(AttentionRequest("sparse", keep_ratio=1.0)).decide(1, later).kind == "sage"
 
 
+def test_dense_rows_are_tiled_as_each_precision_needs():
+    layouts = {
+        precision: plan_of(AttentionRequest(precision=precision)).dense_layer.groups[0].layout.name
+        for precision in ("accurate", "faithful")
+    }
+    assert layouts == {"accurate": "raster", "faithful": "packed"}
+
+
 def test_a_block_beyond_the_model_is_refused():
     with pytest.raises(RequestError, match=r"block 7 does not exist.*0 to 3"):
         plan_of(AttentionRequest("sparse"), dense=DenseRequest(blocks=(0, 7)))

@@ -13,6 +13,8 @@ LIMITS = {
     "normal": (0.020, 0.040),
     "strong channels": (0.020, 0.050),
     "loud value": (0.040, 0.040),
+    "loud value, odd tiles": (0.040, 0.040),
+    "outlier keys": (0.040, 0.040),
     "silent channel": (0.020, 0.040),
     "sharp": (0.065, 0.075),
     "float32 ragged": (0.020, 0.040),
@@ -65,6 +67,55 @@ def test_only_the_head_with_the_loud_value_takes_fp8():
     layout = raster_layout(case.sequence)
     images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate")
     assert images.v_is_e4m3.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("num_text", range(40, 72))
+def test_a_flagged_head_is_finite_at_every_length(num_text):
+    case = Case(
+        "length", width=64, height=64, num_frames=22, num_text=num_text, recipe="loud value"
+    )
+    out, images, _ = dense(case, "accurate")
+    assert images.v_is_e4m3.all()
+    assert out.isfinite().all()
+
+
+def test_zeros_everywhere_give_zeros():
+    case = Case("zeros")
+    layout = raster_layout(case.sequence)
+    zeros = torch.zeros(2, case.sequence.num_rows, 128)
+    for precision in ("accurate", "faithful"):
+        images = reference.pack_tiles(
+            zeros, zeros, zeros, layout.slot_row, layout.valid_count, precision
+        )
+        bits = route.keep_all(layout, 2).bits
+        out = reference.tile_attention(
+            images, bits, layout.valid_count, layout.row_slot, torch.float32
+        )
+        assert not out.any()  # and no NaN
+
+
+def test_tiny_values_do_not_overflow_their_scale():
+    case = Case("tiny values")
+    q, k, v = (x.float() * 1e-30 for x in case.make_inputs())
+    layout = raster_layout(case.sequence)
+    images = reference.pack_tiles(q, k, v * 1e-8, layout.slot_row, layout.valid_count, "faithful")
+    bits = route.keep_all(layout, 2).bits
+    out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
+    assert out.isfinite().all()
+
+
+def test_a_channel_that_only_the_sample_misses_keeps_its_tile():
+    case = Case("quiet between the samples")
+    q, k, v = (x.float().clone() for x in case.make_inputs())
+    v[..., 9] = 0.001
+    v[:, ::16, 9] = 0.0
+    layout = raster_layout(case.sequence)
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate")
+    assert not images.v_is_e4m3.any()
+    bits = route.keep_all(layout, case.num_heads).bits
+    out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
+    truth = reference.dense_attention(q, k, v)
+    assert relative_error(out.transpose(0, 1), truth) < 0.020
 
 
 def test_rotation_pays_on_strong_channels():
