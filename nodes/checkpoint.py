@@ -33,21 +33,29 @@ def read_header(path: str | Path) -> dict:
         ValueError: The file is not safetensors, or is shorter than its header says; one sentence.
     """
     path = Path(path)
-    size_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= header_bytes <= MAX_HEADER_BYTES:
-            raise ValueError(f"{path.name} is not a safetensors file. Download it again.")
-        text = file.read(header_bytes)
+    no_safetensors = f"{path.name} is not a safetensors file. Download it again."
     try:
-        header = json.loads(text) if len(text) == header_bytes else None
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = max(entry["data_offsets"][1] for entry in tensors.values())
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        if len(text) < header_bytes:
-            raise ValueError(_truncated(path, size_bytes, 8 + header_bytes)) from error
-        raise ValueError(f"{path.name} is not a safetensors file. Download it again.") from error
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            text = file.read(header_bytes) if header_bytes <= MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}.") from error
+    if not 2 <= header_bytes <= MAX_HEADER_BYTES:
+        raise ValueError(no_safetensors)
+    if len(text) < header_bytes:
+        raise ValueError(_truncated(path, size_bytes, 8 + header_bytes))
+    try:
+        tensors = dict(json.loads(text))
+        tensors.pop("__metadata__", None)
+        offsets = [tuple(map(int, entry["data_offsets"])) for entry in tensors.values()]
+        is_valid = all(0 <= first <= last for first, last in offsets)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(no_safetensors) from error
+    if not offsets or not is_valid:
+        raise ValueError(no_safetensors)
+    end = max(last for _, last in offsets)
     if 8 + header_bytes + end > size_bytes:
         raise ValueError(_truncated(path, size_bytes, 8 + header_bytes + end))
     return tensors

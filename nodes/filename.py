@@ -11,6 +11,7 @@ _TOKEN = re.compile(r"%([^%]+)%")
 # The page's date tokens; longer forms first. yyy alone means nothing there and stays.
 _DATE_TOKEN = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyyy|yyy|yy")
 _FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f\x7f]')  # in a Windows file name
+_MAX_NAME_BYTES = 200  # of 255 that file systems take; the counter and the ending come on top
 _MAX_LINKS = 16  # of primitive nodes behind an input that is wired
 
 
@@ -47,6 +48,25 @@ def resolve_prefix(
         return re.sub(r"[/\\]", "_", _as_text(value))
 
     return _FORBIDDEN.sub("_", _TOKEN.sub(replace, prefix).replace("\\", "/"))
+
+
+def why_not(prefix: str) -> str | None:
+    """Why a prefix cannot name a file in the output folder, as a sentence; None if it can."""
+    parts = re.split(r"[/\\]", prefix.strip())
+    if parts[-1] in ("", "."):
+        return "filename_prefix has no name at its end; type one such as video/Nox_H3."
+    if not parts[0] or ".." in parts or re.match(r"[A-Za-z]:", prefix):
+        return (
+            f"filename_prefix {prefix[:80]!r} leaves ComfyUI's output folder; type one inside it, "
+            f"such as video/Nox_H3."
+        )
+    try:
+        longest = max(len(part.encode()) for part in parts)
+    except UnicodeEncodeError:
+        return "filename_prefix holds characters that no file name can hold; type it again."
+    if longest > _MAX_NAME_BYTES:
+        return f"filename_prefix is too long ({longest} bytes); use at most {_MAX_NAME_BYTES}."
+    return None
 
 
 def _format_date(pattern: str, now: datetime) -> str:

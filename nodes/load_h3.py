@@ -1,5 +1,6 @@
 """Nox Load MiniMax-H3: the diffusion model, its few-step LoRA, and how many steps that takes."""
 
+import os
 import re
 from functools import partial
 
@@ -23,9 +24,10 @@ WEIGHT_DTYPES = {
 
 
 def steps_of(lora_name: str) -> int:
-    """Steps that a LoRA was made for, read from its name: "..._turbo_8step_..." is 8."""
-    match = re.search(r"(?<!\d)([48])[-_ ]?steps?(?![a-z])", lora_name.lower())
-    return int(match[1]) if match else DEFAULT_STEPS
+    """Steps that a LoRA was made for, read from its file's name: "..._turbo_8step_..." is 8."""
+    name = os.path.basename(lora_name.replace("\\", "/")).lower()
+    match = re.search(r"(?<!\d)([48])[-_ ]?steps?(?![a-z])|steps?[-_ ]?([48])(?!\d)", name)
+    return int(match[1] or match[2]) if match else DEFAULT_STEPS
 
 
 class NoxLoadH3(io.ComfyNode):
@@ -121,7 +123,7 @@ def _uses_references(prompt: dict) -> bool | None:
 
 def _refuse_wrong_task(unet_name: str, uses_references: bool | None) -> None:
     """The two released models differ by their file name only, and each is useless for the other's."""
-    name = unet_name.lower()
+    name = os.path.basename(unet_name.replace("\\", "/")).lower()
     if "ref2v" in name and uses_references is False:
         raise FileError(
             f"{unet_name} is the reference-to-video model, but this graph makes video from text or "

@@ -135,6 +135,7 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
     )
     options[RUN] = run
     register(session)  # again: another graph may have used this node's number since
+    status.announce(session, patcher.load_device)
     try:
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     finally:

@@ -17,8 +17,8 @@ from ..nox_kernels.errors import NoxError, RequestError
 from ..nox_kernels.sound import Audio
 from ..nox_kernels.video import NameTakenError, WrittenVideo, write_video
 from . import status
-from .filename import resolve_prefix
-from .session import reports_for
+from .filename import resolve_prefix, why_not
+from .session import lines_and_reports
 
 _MP4 = "mp4 (H.264 + AAC)"
 _BOTH_INPUTS = (
@@ -115,7 +115,7 @@ class NoxSaveVideo(io.ComfyNode):
             return _NO_INPUT
         if images is not _UNWIRED and video is not _UNWIRED:
             return _BOTH_INPUTS
-        return True
+        return (filename_prefix is not None and why_not(filename_prefix)) or True
 
     @classmethod
     def execute(
@@ -132,19 +132,22 @@ class NoxSaveVideo(io.ComfyNode):
         """Write the file; everything worth knowing about it goes onto the node."""
         images, audio, fps = _frames_sound_and_rate(images, video, audio, fps)
         prompt, extra = cls.hidden.prompt or {}, cls.hidden.extra_pnginfo or {}
-        reports = reports_for(prompt, cls.hidden.unique_id)
+        lines, reports = lines_and_reports(prompt, cls.hidden.unique_id)
         metadata = {}
         if save_metadata and not args.disable_metadata:
             metadata = _metadata(prompt, extra, [report.as_dict() for report in reports])
 
         prefix = resolve_prefix(filename_prefix, prompt, extra.get("workflow"), datetime.now())
+        fault = why_not(prefix)
+        if fault is not None:
+            raise RequestError(fault)
         progress = ProgressBar(len(images))
         written, subfolder = _write_next(
             prefix, images, audio, fps=fps, crf=crf, metadata=metadata, progress=progress
         )
         for warning in written.warnings:
             logging.warning("Nox Save Video: %s", warning)
-        lines = [report.line for report in reports] + list(written.warnings)
+        lines += written.warnings
         # the page draws only the video of what a saver returns
         status.show(cls.hidden.unique_id, "\n".join(lines))
         return io.NodeOutput(

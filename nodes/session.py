@@ -1,5 +1,7 @@
 """Session: what one Nox H3 Attention node's patch asks, and the reports of its runs."""
 
+import hashlib
+import json
 import weakref
 from dataclasses import dataclass, field
 
@@ -8,6 +10,12 @@ from comfy_execution.utils import get_executing_context
 from ..nox_kernels.layout_table import LayoutTable
 from ..nox_kernels.request import AttentionRequest
 from .h3_sequence import ModelShape
+
+MAX_REPORTS = 64  # of one session; a report is a few numbers
+NO_RUN = (
+    "Nox H3 Attention is upstream of this video, but no sampling run of its model is known: wire "
+    "its MODEL to the guider or sampler too."
+)
 
 # How a report words the reasons of a plan's decisions, after a number of calls.
 REASONS = {
@@ -77,7 +85,7 @@ class Report:
         # the page may join the lines, so the first ends like one
         first = f"{self.count(mode)} of {sum(self.calls.values())} calls {mode}."
         if self.count("declined"):
-            return f"{first}\n{self.count('declined')} by ComfyUI itself: see log"
+            return f"{first}\n{self.count('declined')} by ComfyUI: see the log"
         if self.kept_share:
             return f"{first}\nThey compute {100 * self.kept_share:.1f} % of tiles."
         return first
@@ -109,20 +117,25 @@ class Session:
         table: Layout of every head.
         shape: Of the model.
         node_id: The node.
-        reports: Of the last run of each sampler that used it: sampler's node -> the prompt it
-            ran in, and the report.
+        reports: Of its last runs, by what their sampler was asked (`fingerprints`).
+        announced_in: The prompt in which the user was last told what computes.
     """
 
     request: AttentionRequest
     table: LayoutTable
     shape: ModelShape
     node_id: str
-    reports: dict[str, tuple[str, Report]] = field(default_factory=dict)
+    reports: dict[str, Report] = field(default_factory=dict)
+    announced_in: str | None = None
 
     def keep_report(self, report: Report) -> None:
         """Remember the report of a run for the savers behind its sampler, which executes now."""
-        prompt_id, sampler_id = _executing()
-        self.reports[sampler_id] = prompt_id, report
+        prompt_id, sampler = executing()
+        key = fingerprints(running_prompt(prompt_id)).get(sampler, "")
+        self.reports.pop(key, None)
+        self.reports[key] = report
+        while len(self.reports) > MAX_REPORTS:
+            del self.reports[next(iter(self.reports))]
 
     def is_asked_by(self, inputs: dict) -> bool:
         """Whether a node of a prompt asks the same; an input that comes by wire may be anything."""
@@ -138,12 +151,6 @@ class Session:
         )
 
 
-def _executing() -> tuple[str, str]:
-    """(prompt, node) that ComfyUI executes now."""
-    context = get_executing_context()
-    return (context.prompt_id, context.node_id) if context is not None else ("", "")
-
-
 # So that a saver finds the report of the patch upstream of it in its graph; holds nothing alive.
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 
@@ -153,36 +160,81 @@ def register(session: Session) -> None:
     _sessions[session.node_id] = session
 
 
-def reports_for(prompt: dict | None, node_id: str) -> list[Report]:
-    """Reports of the sampling runs upstream of a node.
+def executing() -> tuple[str, str]:
+    """(prompt, node) that ComfyUI executes now."""
+    context = get_executing_context()
+    return (context.prompt_id, context.node_id) if context is not None else ("", "")
+
+
+def running_prompt(prompt_id: str) -> dict:
+    """The API prompt that runs under an id; {} where ComfyUI does not tell."""
+    from server import PromptServer
+
+    server = getattr(PromptServer, "instance", None)
+    running = server.prompt_queue.get_current_queue_volatile()[0] if server is not None else []
+    return next((item[2] for item in running if item[1] == prompt_id), {})
+
+
+def fingerprints(prompt: dict) -> dict[str, str]:
+    """What each node of a prompt is asked: its class and inputs, and those of all upstream of it.
+
+    Two nodes with one fingerprint do the same, whatever their numbers; ComfyUI's own cache works
+    like this.
+    """
+    known: dict[str, str] = {}
+
+    def of(node: str) -> str:
+        if node not in known:
+            known[node] = node  # stands for a node that is not there, and ends a circle
+            if node in prompt:
+                inputs = prompt[node].get("inputs", {})
+                asked = {
+                    name: [of(value[0]), value[1]] if _is_link(value) else value
+                    for name, value in inputs.items()
+                }
+                text = json.dumps([prompt[node].get("class_type"), asked], sort_keys=True)
+                known[node] = hashlib.sha256(text.encode()).hexdigest()
+        return known[node]
+
+    return {node: of(node) for node in prompt}
+
+
+def _is_link(value) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+
+
+def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], list[Report]]:
+    """What a saver says of the sampling upstream of it: lines for people, and reports.
 
     Args:
         prompt: The API prompt, {node id: {"class_type", "inputs"}}.
-        node_id: The node to start from.
+        node_id: The saver.
     """
     prompt = prompt or {}
-    sessions, seen, queue = [], [], [str(node_id)]
+    sessions, nodes, queue = [], [], [str(node_id)]
+    is_asked = False
     while queue:
         node = queue.pop()
-        if node in seen or node not in prompt:
+        if node in nodes or node not in prompt:
             continue
-        seen.append(node)
+        nodes.append(node)
         inputs = prompt[node].get("inputs", {})
         if prompt[node].get("class_type") == "NoxAttention":
             # the last one of a chain wins, so what stands before it says nothing
+            is_asked |= inputs.get("mode") != "dense"
             session = _sessions.get(node)
             if session is not None and session.is_asked_by(inputs):
                 sessions.append(session)
             continue
-        links = (link for link in inputs.values() if isinstance(link, list) and len(link) == 2)
-        queue += [str(link[0]) for link in links]
-    found = [
-        session.reports[sampler]
+        queue += [str(value[0]) for value in inputs.values() if _is_link(value)]
+    keys = fingerprints(prompt)
+    reports = [
+        session.reports[keys[node]]
         for session in sessions
-        for sampler in reversed(seen)  # the first sampler of a chain first
-        if sampler in session.reports
+        for node in reversed(nodes)  # the first sampler of a chain first
+        if keys[node] in session.reports
     ]
-    # a node of another graph may have had the number of one here; without a run in this prompt
-    # the sampler is cached, and what it did then stands
-    now = [report for prompt_id, report in found if prompt_id == _executing()[0]]
-    return now or [report for _, report in found]
+    lines = [report.line for report in reports]
+    if is_asked and not reports:
+        lines = [NO_RUN]
+    return lines, reports

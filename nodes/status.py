@@ -6,7 +6,7 @@ import torch
 
 from ..nox_kernels.errors import NoKernelError
 from .run import pick_kernel
-from .session import Report, Session
+from .session import Report, Session, executing
 
 log = logging.getLogger("nox")
 
@@ -21,7 +21,14 @@ def show(node_id: str, text: str) -> None:
 
 
 def announce(session: Session, device: torch.device) -> None:
-    """Say before a run what the user should know: that another attention, or a slow one, runs."""
+    """Say before a run what the user should know: that another attention, or a slow one, runs.
+
+    Once in a prompt, when the node executes; or, where that is cached, when sampling starts.
+    """
+    prompt_id, _ = executing()
+    if session.announced_in == prompt_id:
+        return
+    session.announced_in = prompt_id
     try:
         kernel = pick_kernel(session, device, torch.bfloat16)
     except NoKernelError as error:

@@ -88,6 +88,9 @@ def main(argv: list[str] | None = None) -> int:
         if error.name != "torch":
             raise
         print("nox: PyTorch is not installed; run: pip install torch", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\nnox: stopped; no file was written", file=sys.stderr)
+        return 130
     return 2
 
 

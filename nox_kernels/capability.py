@@ -1,4 +1,4 @@
-"""Capability: what each kernel accepts; pick one or say why not."""
+"""Capability: the one choice of a kernel, from what each accepts."""
 
 from dataclasses import dataclass
 

@@ -55,7 +55,6 @@ SYNTHETIC_NOTE = (
 )
 PACKAGES = ("diffusers", "transformers", "av", "matplotlib", "PIL", "tqdm")
 MODEL_PACKAGES = ("accelerate",)  # diffusers loads a model with some float32 layers only with it
-ENCODER_PACKAGES = ("torchvision",)  # Qwen3-VL's processor imports it, even for text
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,8 @@ def _resolve(request: DemoRequest) -> Job:
             raise RequestError(
                 f"--{name} must be a positive multiple of {TOKEN_PIXELS}, got {pixels}."
             )
+    if not 1 / 4 <= width / height <= 4:
+        raise RequestError(f"The canvas must be between 1:4 and 4:1, got {width} x {height}.")
     if not MIN_SECONDS <= request.seconds <= MAX_FRAMES / FPS:
         raise RequestError(
             f"--seconds must be between {MIN_SECONDS:g} and {MAX_FRAMES / FPS:.3f}, got "

@@ -1,4 +1,4 @@
-"""Doctor: reports what this machine can run and tests that it computes right."""
+"""Doctor: says what this machine can run, by running it."""
 
 from __future__ import annotations
 

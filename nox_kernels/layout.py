@@ -122,11 +122,6 @@ class TileLayout:
         return self.query_tile // self.kv_tile
 
     @property
-    def first_tail_query_tile(self) -> int:
-        """First query tile that holds no video."""
-        return self.num_video_query_tiles
-
-    @property
     def first_tail_kv_tile(self) -> int:
         """First KV tile that holds no video."""
         return self.num_video_query_tiles * self.kv_per_query_tile
@@ -147,25 +142,6 @@ class TileLayout:
             row_slot=self.row_slot.to(device),
             valid_count=self.valid_count.to(device),
         )
-
-    def to_tiles(self, x: Tensor, tile: int) -> Tensor:
-        """Gather packed rows into tiles.
-
-        Args:
-            x: [H, S, D], any strides.
-            tile: Slots of a tile; divides the number of slots.
-
-        Returns:
-            [H, N, tile, D]; empty slots hold 0.
-        """
-        empty = self.slot_row < 0
-        tiles = x.index_select(1, self.slot_row.clamp(min=0))
-        tiles.masked_fill_(empty[None, :, None], 0)
-        return tiles.view(x.shape[0], -1, tile, x.shape[2])
-
-    def to_rows(self, x: Tensor) -> Tensor:
-        """Scatter tiles back: [H, N, tile, D] -> [H, S, D] in packed order."""
-        return x.flatten(1, 2).index_select(1, self.row_slot)
 
 
 def window_order(grid: TokenGrid, shape: TileShape) -> Tensor:

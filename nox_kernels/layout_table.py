@@ -135,7 +135,7 @@ def read_table(path: str | Path) -> LayoutTable:
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FileError(f"{path.name} cannot be read as a layout table: {error}.") from error
     if not isinstance(document, dict):
         raise FileError(f"{path.name} is not a layout table.")
@@ -164,7 +164,7 @@ def read_table(path: str | Path) -> LayoutTable:
     if landscape is None and portrait is None:
         raise FileError(f"{path.name}: neither a landscape nor a portrait table is in it.")
     budget = document.get("budget")
-    if not isinstance(budget, float | int) or not 0 < budget <= 1:
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
         raise FileError(f"{path.name}: budget is {budget!r}, it must be in (0, 1].")
     calibration = document.get("calibration", {})
     if not isinstance(calibration, dict):

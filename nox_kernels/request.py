@@ -90,11 +90,11 @@ def parse_blocks(text: str) -> tuple[int, ...]:
     """
     blocks: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
-        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        match = re.fullmatch(r"(\d{1,3})(?:\s*-\s*(\d{1,3}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             raise RequestError(
-                f"Blocks {text!r}: {part!r} is not a block number or a range. Write them like 0, 3-5."
+                f"Blocks: {part[:40]!r} is not a block number or a range. Write them like 0, 3-5."
             )
         blocks.update(range(first, last + 1))
     return tuple(sorted(blocks))

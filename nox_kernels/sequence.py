@@ -139,11 +139,6 @@ def num_latent_frames(num_frames: int) -> int:
     return (snap_num_frames(num_frames) - 5) // 17 * 5 + 2
 
 
-def num_frames_of(num_latent_frames: int) -> int:
-    """Frame count of T latent frames; the inverse of `num_latent_frames`."""
-    return (num_latent_frames - 2) // 5 * 17 + 5
-
-
 def num_audio_rows(num_frames: int) -> int:
     """Rows of the target audio: two channels at 40 latents a second."""
     return 2 * round(num_frames * 5 / 3)

@@ -113,7 +113,8 @@ def encode_sound(container, sound: Sound) -> Iterator:
         )
         stream.bit_rate = _AUDIO_BIT_RATE
         for start in range(0, sound.samples.shape[1], sound.sample_rate):  # a second at a time
-            second = sound.samples[:, start : start + sound.sample_rate].T.reshape(1, -1)
+            second = sound.samples[:, start : start + sound.sample_rate].T
+            second = np.ascontiguousarray(second).reshape(1, -1)
             # Interleaved: PyAV cannot fill a planar frame of 8 channels either.
             chunk = av.AudioFrame.from_ndarray(second, format="flt", layout=layout)
             chunk.sample_rate = sound.sample_rate

@@ -108,3 +108,40 @@ def test_a_run_without_a_step_reports_nothing(host):
     result = host.run(latent_graph(attention(), dense_control(), denoise=0.0))
     assert result.status == "success", result.error
     assert result.reports == []
+
+
+NO_RUN = (
+    "Nox H3 Attention is upstream of this video, but no sampling run of its model is known: wire "
+    "its MODEL to the guider or sampler too."
+)
+
+
+def test_a_sampler_that_was_rewired_past_nox_is_not_said_to_have_used_it(host):
+    graph = video_graph(SPARSE)
+    first, lines = saved(host, graph)
+    assert lines == [first.report]
+    (guider,) = [node for node in graph.values() if node["class_type"] == "BasicGuider"]
+    (loader,) = [key for key, node in graph.items() if node["class_type"] == "UNETLoader"]
+    guider["inputs"]["model"] = [loader, 0]  # the scheduler still stands behind Nox
+    again, lines = saved(host, graph)
+    assert again.reports == []
+    assert lines == [NO_RUN]
+    assert "nox" not in tags_of(again.video_file)
+
+
+def test_a_run_of_no_step_does_not_show_the_report_of_the_one_before(host):
+    graph = video_graph(SPARSE)
+    assert saved(host, graph)[1] != [NO_RUN]
+    (scheduler,) = [node for node in graph.values() if node["class_type"] == "BasicScheduler"]
+    scheduler["inputs"]["denoise"] = 0.0
+    assert saved(host, graph)[1] == [NO_RUN]
+
+
+def test_a_cached_nox_node_is_announced_in_every_prompt(host):
+    graph = video_graph(SPARSE)
+    for seed in (11, 12):
+        (noise,) = [node for node in graph.values() if node["class_type"] == "RandomNoise"]
+        noise["inputs"]["noise_seed"] = seed
+        result, _ = saved(host, graph)
+        announced = [line for line in result.log if "computes on the PyTorch reference" in line]
+        assert len(announced) == 1

@@ -178,7 +178,7 @@ def test_values_may_come_by_wire(host, class_type, name, source, value):
     ("class_type", "name", "source", "value", "text"),
     [
         ("NoxAttention", "budget", "PrimitiveInt", 0, "Budget must keep 1 to 100 % of the tiles"),
-        ("NoxDenseControl", "blocks", "PrimitiveString", "x", "Blocks 'x': 'x' is not a block "),
+        ("NoxDenseControl", "blocks", "PrimitiveString", "x", "Blocks: 'x' is not a block "),
         ("NoxDenseControl", "last_steps", "PrimitiveInt", -1, "Dense steps cannot be negative"),
     ],
 )
@@ -229,8 +229,8 @@ def test_a_layout_file_that_does_not_fit_is_refused_by_name(host, name, text):
 @pytest.mark.parametrize(
     ("values", "texts"),
     [
-        ({"blocks": "x"}, ["Blocks 'x': 'x' is not a block number or a range. Write them like "]),
-        ({"blocks": "0, 5-3"}, ["Blocks '0, 5-3': '5-3' is not a block number or a range."]),
+        ({"blocks": "x"}, ["Blocks: 'x' is not a block number or a range. Write them like "]),
+        ({"blocks": "0, 5-3"}, ["Blocks: '5-3' is not a block number or a range."]),
         ({"kernel": "cuda"}, ["'cuda'", "sage", "native"]),
         ({"first_steps": -2}, ["-2", "first"]),
         ({"last_steps": -1}, ["-1", "last"]),
@@ -266,3 +266,20 @@ def test_a_model_that_is_not_h3_is_refused(host, node):
         "This node works on MiniMax-H3 only, but the model is Flux. Connect a MiniMax-H3 model, "
         "or bypass the node."
     )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        ("../../evil", "leaves ComfyUI's output folder"),
+        ("", "no name at its end"),
+        ("x" * 250, "250 bytes"),
+    ],
+)
+def test_a_file_name_that_cannot_be_is_refused_before_the_run(host, prefix, words):
+    graph = Graph()
+    images = graph.add("EmptyImage", width=64, height=64, batch_size=1, color=0)
+    graphs.add_saver(graph, images=images, filename_prefix=prefix)
+    result = host.run(graph)
+    assert result.status == "rejected"
+    assert words in str(result.error)

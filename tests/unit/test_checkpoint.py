@@ -73,3 +73,30 @@ def test_other_formats_are_left_to_their_loader(tmp_path):
     path = tmp_path / "file.gguf"
     path.write_bytes(b"GGUF")
     checkpoint.check(path, "a MiniMax-H3 model")
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0], [4, 0], [-4, 4], ["a", "b"], None, [0, float("nan")], {"0": 4}]
+)
+def test_offsets_that_make_no_sense_are_one_sentence(tmp_path, offsets):
+    text = json.dumps({"x.weight": {"dtype": "F32", "shape": [1], "data_offsets": offsets}})
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(8))
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        checkpoint.check(path, checkpoint.H3)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe" * 20, b"[1, 2]", b"{}"])
+def test_a_header_that_is_no_header_is_one_sentence(tmp_path, text):
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        checkpoint.check(path, checkpoint.H3)
+
+
+def test_a_link_to_nowhere_and_a_folder_cannot_be_read(tmp_path):
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "gone")
+    (tmp_path / "folder.safetensors").mkdir()
+    for name in ("link.safetensors", "folder.safetensors"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            checkpoint.check(tmp_path / name, checkpoint.H3)

@@ -10,7 +10,7 @@ av = pytest.importorskip("av")
 pytest.importorskip("diffusers", minversion="0.40")
 pytest.importorskip("matplotlib")
 
-from nox_kernels import demo, tiny_h3  # noqa: E402
+from nox_kernels import demo, pipeline, tiny_h3  # noqa: E402
 from nox_kernels.__main__ import main  # noqa: E402
 from nox_kernels.layout import QUERY_TILE  # noqa: E402
 from nox_kernels.request import AttentionRequest  # noqa: E402
@@ -238,7 +238,7 @@ def test_what_only_weights_need_is_asked_for_with_weights(capsys, monkeypatch, t
 
 def test_weights_without_a_text_encoder_are_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "MODEL_PACKAGES", ())
-    monkeypatch.setattr(demo, "ENCODER_PACKAGES", ())
+    monkeypatch.setattr(pipeline, "ENCODER_PACKAGES", ())
     tiny_h3.save_tiny_h3(tmp_path / "model")
     (tmp_path / "model" / tiny_h3.MARKER).unlink()
     line = refusal(capsys, "--out", str(tmp_path / "out"), "--model", str(tmp_path / "model"))

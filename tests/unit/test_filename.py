@@ -129,7 +129,7 @@ def test_both_slashes_stay_separators():
     assert resolve("video\\day/clip") == "video/day/clip"
 
 
-def test_climbing_out_is_left_for_core_to_refuse():
+def test_resolving_leaves_the_check_of_the_folder_to_why_not():
     assert resolve("..\\..\\x") == "../../x"
 
 
@@ -141,3 +141,31 @@ def test_no_result_holds_a_forbidden_character():
     tokens = ("%date:hh:mm%", "%EmptyH3.name%", "%A:b.c%", "C:\\x", "\x1f")
     for first, second in itertools.product(tokens, repeat=2):
         assert not set('<>:"|?*\x1f') & set(resolve(first + second))
+
+
+@pytest.mark.parametrize(
+    "prefix", ["video/Nox_H3", "clip", "a/b/%date:yyyy-MM-dd%", "b\\c", "ä/雪"]
+)
+def test_a_prefix_inside_the_output_folder_is_fine(prefix):
+    assert filename.why_not(prefix) is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        ("", "no name at its end"),
+        ("   ", "no name at its end"),
+        ("video/", "no name at its end"),
+        ("video/.", "no name at its end"),
+        ("../../evil", "leaves ComfyUI's output folder"),
+        ("a/../../evil", "leaves ComfyUI's output folder"),
+        ("/etc/evil", "leaves ComfyUI's output folder"),
+        ("\\evil", "leaves ComfyUI's output folder"),
+        ("C:/evil", "leaves ComfyUI's output folder"),
+        ("x" * 250, "250 bytes"),
+        ("雪" * 80, "240 bytes"),
+        ("\ud800", "no file name can hold"),
+    ],
+)
+def test_a_prefix_that_names_no_file_there_is_refused_in_a_sentence(prefix, words):
+    assert words in filename.why_not(prefix)

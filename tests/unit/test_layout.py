@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nox_kernels import reference
 from nox_kernels.errors import NoxError
 from nox_kernels.layout import (
     KV_TILE,
@@ -25,6 +26,16 @@ MENU_NAMES = "raster 4x8x4 4x4x8 8x4x4 2x8x8 8x8x2 8x2x8 1x8x16 1x16x8 2x4x16 2x
 WINDOWS = MENU_NAMES.split()[1:]
 
 TAIL = (("text", 37), ("cond", 12), ("cond_audio", 6), ("audio", 22))
+
+
+def to_tiles(layout, x, tile):
+    """[H, S, D] -> [H, N, tile, D], as the pre-pass gathers."""
+    return reference.to_tiles(x, layout.slot_row, tile)
+
+
+def to_rows(layout, tiles):
+    """[H, N, tile, D] -> [H, S, D] in packed order."""
+    return tiles.flatten(1, 2)[:, layout.row_slot.long()]
 
 
 def make_sequence(grid, tail=TAIL):
@@ -151,7 +162,7 @@ def test_all_layouts_have_equal_tile_counts(grid):
         assert layout.num_query_tiles == num_query_tiles + -(-num_tail // 128)
         assert layout.num_kv_tiles == 2 * layout.num_query_tiles
         assert layout.slot_row.numel() == 128 * layout.num_query_tiles
-        assert layout.first_tail_query_tile == num_query_tiles
+        assert layout.num_video_query_tiles == num_query_tiles
         assert layout.first_tail_kv_tile == 2 * num_query_tiles
 
 
@@ -240,7 +251,7 @@ def test_tile_sizes_are_parameters():
         assert (layout.query_tile, layout.kv_tile) == (8, 4)
         assert (layout.num_video_query_tiles, layout.num_video_kv_tiles) == (8, 15)
         assert (layout.num_query_tiles, layout.num_kv_tiles) == (10, 20)
-        assert (layout.first_tail_query_tile, layout.first_tail_kv_tile) == (8, 16)
+        assert (layout.num_video_query_tiles, layout.first_tail_kv_tile) == (8, 16)
         assert layout.valid_count.tolist() == [4] * 15 + [0] + [4, 4, 4, 3]
         assert tuple(layout.audio_query_tiles) == (9,)
 
@@ -279,13 +290,13 @@ def test_audio_tiles_of_the_benchmark_shape_are_the_last_four():
 def test_rows_come_back_unchanged_and_empty_slots_are_zero(name, tile):
     layout = make_layout(make_sequence((7, 9, 11)), name)
     x = torch.randn(3, 7 * 9 * 11 + 77, 6, generator=torch.Generator().manual_seed(0))
-    tiles = layout.to_tiles(x, tile)
+    tiles = to_tiles(layout, x, tile)
     assert tiles.shape == (3, layout.slot_row.numel() // tile, tile, 6)
     flat = tiles.reshape(3, -1, 6)
     for slot, row in enumerate(layout.slot_row.tolist()):
         expected = x[:, row] if row >= 0 else torch.zeros(3, 6)
         assert torch.equal(flat[:, slot], expected)
-    assert torch.equal(layout.to_rows(tiles), x)
+    assert torch.equal(to_rows(layout, tiles), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -296,35 +307,35 @@ def test_strided_views_of_a_fused_buffer_pack_like_copies(dtype):
     for part in range(3):
         view = fused[:, part].transpose(0, 1)  # [H, S, D], row stride 48
         assert not view.is_contiguous()
-        tiles = layout.to_tiles(view, 128)
+        tiles = to_tiles(layout, view, 128)
         assert tiles.dtype == dtype
-        assert torch.equal(tiles, layout.to_tiles(view.contiguous(), 128))
-        assert torch.equal(layout.to_rows(tiles), view)
+        assert torch.equal(tiles, to_tiles(layout, view.contiguous(), 128))
+        assert torch.equal(to_rows(layout, tiles), view)
 
 
 def test_rows_come_back_from_a_strided_tile_tensor():
     layout = make_layout(make_sequence((7, 9, 11)), "4x4x8")
     x = torch.randn(2, 7 * 9 * 11 + 77, 4, generator=torch.Generator().manual_seed(2))
-    tiles = layout.to_tiles(x, 64)
+    tiles = to_tiles(layout, x, 64)
     strided = tiles.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     assert not strided.is_contiguous()
-    assert torch.equal(layout.to_rows(strided), x)
+    assert torch.equal(to_rows(layout, strided), x)
 
 
 @pytest.mark.parametrize("name", ["raster", "8x4x4"])
 def test_nan_in_empty_slots_never_reaches_a_row(name):
     layout = make_layout(make_sequence((7, 9, 11)), name)
     x = torch.randn(2, 7 * 9 * 11 + 77, 4, generator=torch.Generator().manual_seed(3))
-    tiles = layout.to_tiles(x, 128).clone()
+    tiles = to_tiles(layout, x, 128).clone()
     empty = (layout.slot_row < 0).view(-1, 128)
     assert bool(empty.any())
     tiles[:, empty] = float("nan")
-    assert torch.equal(layout.to_rows(tiles), x)
+    assert torch.equal(to_rows(layout, tiles), x)
 
 
 def test_nan_in_rows_never_reaches_an_empty_slot():
     layout = raster_layout(make_sequence((7, 9, 11)))
-    tiles = layout.to_tiles(torch.full((1, 7 * 9 * 11 + 77, 4), float("nan")), 64)
+    tiles = to_tiles(layout, torch.full((1, 7 * 9 * 11 + 77, 4), float("nan")), 64)
     empty = (layout.slot_row < 0).view(-1, 64)
     assert torch.equal(tiles[:, empty], torch.zeros(1, int(empty.sum()), 4))
 
@@ -333,12 +344,12 @@ def test_small_tiles_round_trip():
     sequence = make_sequence((3, 4, 5), tail=(("text", 9), ("audio", 6)))
     layout = window_layout(sequence, TileShape(2, 2, 2), query_tile=8, kv_tile=4)
     x = torch.arange(75.0)[None, :, None]
-    tiles = layout.to_tiles(x, 8)
+    tiles = to_tiles(layout, x, 8)
     # First complete window of N1, behind 15 tail rows.
     assert tiles[0, 0, :, 0].tolist() == [15, 16, 20, 21, 35, 36, 40, 41]
     assert tiles[0, 8, :, 0].tolist() == list(range(8))
     assert tiles[0, 9, :, 0].tolist() == [8, 9, 10, 11, 12, 13, 14, 0]
-    assert torch.equal(layout.to_rows(tiles), x)
+    assert torch.equal(to_rows(layout, tiles), x)
 
 
 def test_packed_layout_keeps_natural_order():
@@ -350,9 +361,9 @@ def test_packed_layout_keeps_natural_order():
     assert layout.row_slot.tolist() == list(range(770))
     assert layout.valid_count.tolist() == [64] * 12 + [2, 0]
     x = torch.randn(2, 770, 4, generator=torch.Generator().manual_seed(4))
-    tiles = layout.to_tiles(x, 128)
+    tiles = to_tiles(layout, x, 128)
     assert torch.equal(tiles.reshape(2, -1, 4)[:, :770], x)
-    assert torch.equal(layout.to_rows(tiles), x)
+    assert torch.equal(to_rows(layout, tiles), x)
 
 
 def test_make_layout_refuses_an_unknown_name_by_name():

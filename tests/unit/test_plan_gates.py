@@ -54,7 +54,9 @@ def test_blocks_are_numbers_and_ranges(text, blocks):
     assert parse_blocks(text) == blocks
 
 
-@pytest.mark.parametrize("text", ["x", "5-3", "-1", "1-", "1.5", "0 3", "1-2-3", "0,x", "0;3"])
+@pytest.mark.parametrize(
+    "text", ["x", "5-3", "-1", "1-", "1.5", "0 3", "1-2-3", "0,x", "0;3", "0-99999999"]
+)
 def test_text_that_names_no_blocks_is_refused_in_one_sentence(text):
     with pytest.raises(RequestError) as refusal:
         parse_blocks(text)

@@ -11,7 +11,6 @@ from nox_kernels.sequence import (
     TokenGrid,
     canvas,
     num_audio_rows,
-    num_frames_of,
     num_latent_frames,
     snap_num_frames,
     t2va_sequence,
@@ -88,7 +87,6 @@ def segment_list(*parts):
 def test_official_geometries_have_the_published_counts(row):
     frame_tokens, t, frames, audio, video, *totals, kv_tiles, query_tiles, budget = row
     assert num_latent_frames(frames) == t
-    assert num_frames_of(t) == frames
     assert num_audio_rows(frames) == audio
     for width, height in CANVASES[frame_tokens]:
         grid = token_grid(width, height, frames)
@@ -137,13 +135,11 @@ def test_latent_frames_follow_groups_of_five_that_cover_1_4_4_4_4_frames():
     for latent_idx in range(200):
         covered += 1 if latent_idx % 5 == 0 else 4
         if latent_idx % 5 == 1:
-            assert num_frames_of(latent_idx + 1) == covered
             assert num_latent_frames(covered) == latent_idx + 1
 
 
 def test_a_clip_of_up_to_five_frames_has_two_latent_frames():
     assert num_latent_frames(5) == 2
-    assert num_frames_of(2) == 5
 
 
 def test_audio_is_forty_latents_a_second_per_channel_rounded_to_the_nearest():

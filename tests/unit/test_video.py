@@ -316,6 +316,17 @@ def test_good_sound_gets_no_warning(tmp_path):
     assert write_video(tmp_path / "a.mp4", solid(0.5, 24), audio).warnings == ()
 
 
+@pytest.mark.parametrize("num_channels", [1, 2, 6])
+@pytest.mark.parametrize("num_samples", [1, 7999, 8000, 8001, 16001])
+def test_any_number_of_samples_is_saved(tmp_path, num_channels, num_samples):
+    # sound goes to the encoder second by second: the last one may be a single sample
+    waveform = torch.rand(num_channels, num_samples) - 0.5
+    written = write_video(tmp_path / "clip.mp4", solid(0.5), Audio(waveform, 8000), fps=24)
+    assert not [warning for warning in written.warnings if "AAC" in warning]
+    with av.open(str(tmp_path / "clip.mp4")) as container:
+        assert len(container.streams.audio) == 1
+
+
 @pytest.mark.parametrize("seconds", [0.5, 2.0])
 def test_a_length_mismatch_is_named_and_nothing_is_cut(tmp_path, seconds):
     written = write_video(tmp_path / "a.mp4", solid(0.5, 24), tone(seconds=seconds))
