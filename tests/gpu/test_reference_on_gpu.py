@@ -68,16 +68,20 @@ def test_a_real_layer_of_56_heads_runs():
         sequence.num_rows, 3, 56, 128, device="cuda", dtype=torch.bfloat16, generator=generator
     )
     q, k, v = (buffer[:, part].transpose(0, 1) for part in range(3))
+    v[5, 20005, 3] = 1500.0  # as in H3's last block: sends head 5 to FP8 P V
     out = attend_layer(plan.layer(0, "sparse"), q, k, v)
+    assert out.isfinite().all()
     layout = plan.layer(0, "sparse").groups[0].layout
     rows = torch.arange(0, sequence.num_rows, 997, device="cuda")
-    head = slice(3, 4)
-    images = ops.pack_tiles(
-        q[head], k[head], v[head], layout.slot_row, layout.valid_count, "accurate"
-    )
-    scores = route.score_tiles(images.q_mean, images.k_mean)
-    mask = route.keep_best(scores, layout, 88).mask(layout.num_kv_tiles)
     slot = layout.row_slot.long()
-    keep = mask[:, slot[rows] // 128][:, :, slot // 64]
-    truth = dense_attention(q[head, rows], k[head], v[head], keep)[0]
-    assert relative_error(out.unflatten(1, (56, 128))[rows, 3], truth) < 0.020
+    for head, limit in ((3, 0.020), (5, 0.040)):
+        part = slice(head, head + 1)
+        images = ops.pack_tiles(
+            q[part], k[part], v[part], layout.slot_row, layout.valid_count, "accurate"
+        )
+        assert bool(images.v_is_e4m3) == (head == 5)
+        scores = route.score_tiles(images.q_mean, images.k_mean)
+        mask = route.keep_best(scores, layout, 88).mask(layout.num_kv_tiles)
+        keep = mask[:, slot[rows] // 128][:, :, slot // 64]
+        truth = dense_attention(q[part, rows], k[part], v[part], keep)[0]
+        assert relative_error(out.unflatten(1, (56, 128))[rows, head], truth) < limit
