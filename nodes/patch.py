@@ -19,7 +19,7 @@ from ..nox_kernels.plan import LayerPlan, Plan
 from ..nox_kernels.request import DenseRequest
 from . import h3_sequence, status
 from .run import Forward, Run
-from .session import Session, register
+from .session import Session
 
 log = logging.getLogger("nox")
 
@@ -41,7 +41,6 @@ def apply_attention(model, session: Session | None):
     clone.remove_attachments(SESSION)
     if session is not None:
         clone.set_attachments(SESSION, session)
-        register(session)
         status.announce(session, clone.load_device)
     _install(clone)
     return clone
@@ -134,7 +133,6 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
         patcher.get_model_object("model_sampling").percent_to_sigma,
     )
     options[RUN] = run
-    register(session)  # again: another graph may have used this node's number since
     status.announce(session, patcher.load_device)
     try:
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)

@@ -128,6 +128,9 @@ class Session:
     reports: dict[str, Report] = field(default_factory=dict)
     announced_in: str | None = None
 
+    def __post_init__(self):
+        _sessions.add(self)
+
     def keep_report(self, report: Report) -> None:
         """Remember the report of a run for the savers behind its sampler, which executes now."""
         prompt_id, sampler = executing()
@@ -137,27 +140,9 @@ class Session:
         while len(self.reports) > MAX_REPORTS:
             del self.reports[next(iter(self.reports))]
 
-    def is_asked_by(self, inputs: dict) -> bool:
-        """Whether a node of a prompt asks the same; an input that comes by wire may be anything."""
-        asked = {
-            "mode": self.request.mode,
-            "budget": round(100 * self.request.keep_ratio),
-            "layout": self.request.layout,
-            "precision": self.request.precision,
-        }
-        return all(
-            isinstance(inputs.get(name), list) or inputs.get(name) == value
-            for name, value in asked.items()
-        )
 
-
-# So that a saver finds the report of the patch upstream of it in its graph; holds nothing alive.
-_sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
-
-
-def register(session: Session) -> None:
-    """Make a session findable by its node."""
-    _sessions[session.node_id] = session
+# So that a saver finds the report of the runs upstream of it in its graph; holds nothing alive.
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def executing() -> tuple[str, str]:
@@ -211,7 +196,7 @@ def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], lis
         node_id: The saver.
     """
     prompt = prompt or {}
-    sessions, nodes, queue = [], [], [str(node_id)]
+    nodes, queue = [], [str(node_id)]
     is_asked = False
     while queue:
         node = queue.pop()
@@ -222,18 +207,12 @@ def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], lis
         if prompt[node].get("class_type") == "NoxAttention":
             # the last one of a chain wins, so what stands before it says nothing
             is_asked |= inputs.get("mode") != "dense"
-            session = _sessions.get(node)
-            if session is not None and session.is_asked_by(inputs):
-                sessions.append(session)
             continue
         queue += [str(value[0]) for value in inputs.values() if _is_link(value)]
+    known = {key: report for session in _sessions for key, report in session.reports.items()}
     keys = fingerprints(prompt)
-    reports = [
-        session.reports[keys[node]]
-        for session in sessions
-        for node in reversed(nodes)  # the first sampler of a chain first
-        if keys[node] in session.reports
-    ]
+    # the first sampler of a chain first
+    reports = [known[keys[node]] for node in reversed(nodes) if keys[node] in known]
     lines = [report.line for report in reports]
     if is_asked and not reports:
         lines = [NO_RUN]

@@ -68,6 +68,17 @@ def test_another_graph_with_the_same_node_ids_changes_no_report(host):
     assert lines == [third.report] == [first.report]
 
 
+def test_a_graph_that_comes_back_from_the_cache_shows_its_own_report(host):
+    first_graph = video_graph(SPARSE)
+    first, lines = saved(host, first_graph)
+    assert saved(host, video_graph(attention()))[1] != lines
+    (saver,) = [node for node in first_graph.values() if node["class_type"] == "NoxSaveVideo"]
+    saver["inputs"]["crf"] = 31
+    again, lines_again = saved(host, first_graph)
+    assert again.reports == []  # everything but the saver came from the cache
+    assert lines_again == lines == [first.report]
+
+
 def test_a_node_that_another_replaced_reports_nothing_old(host):
     assert saved(host, video_graph(attention()))[1]
     result, lines = saved(host, video_graph(attention(), SPARSE))
