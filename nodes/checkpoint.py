@@ -1,6 +1,8 @@
-"""Checkpoint: what a safetensors file holds, told from its header alone."""
+"""Checkpoint: what a model file is, told from its name and header alone."""
 
 import json
+import os
+import re
 import struct
 from pathlib import Path
 
@@ -9,6 +11,7 @@ MAX_HEADER_BYTES = 1 << 27  # a real header is under 1 MB per thousand tensors
 H3 = "a MiniMax-H3 model"
 LORA = "a LoRA"
 UNKNOWN = "another model"
+DEFAULT_STEPS = 20
 
 # The first kind with a key that ends in each of its suffixes; keys may stand behind a prefix.
 KINDS = (
@@ -47,11 +50,18 @@ def read_header(path: str | Path) -> dict:
     if len(text) < header_bytes:
         raise ValueError(_truncated(path, size_bytes, 8 + header_bytes))
     try:
-        tensors = dict(json.loads(text))
+        tensors = json.loads(text)
         tensors.pop("__metadata__", None)
         offsets = [tuple(map(int, entry["data_offsets"])) for entry in tensors.values()]
         is_valid = all(0 <= first <= last for first, last in offsets)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise ValueError(no_safetensors) from error
     if not offsets or not is_valid:
         raise ValueError(no_safetensors)
@@ -93,3 +103,13 @@ def check(path: str | Path, wanted: str) -> None:
         raise ValueError(
             f"{path.name} is {kind}, but {wanted} is needed here. Choose another file."
         )
+
+
+def steps_of(lora_name: str) -> int:
+    """Steps that a LoRA was made for, read from its file's name: "..._turbo_8step_..." is 8."""
+    name, _ = os.path.splitext(os.path.basename(lora_name.replace("\\", "/")).lower())
+    # "8step", "8_steps" or "steps8"; not "epoch8_step2000" nor "step_4000"
+    before = r"(?<![\d.])([48])[-_ ]?steps?(?![a-z]|[-_ ]?\d{2,})"
+    after = r"(?<![a-z])steps?[-_ ]?([48])(?![\d.k])"
+    match = re.search(f"{before}|{after}", name)
+    return int(match[1] or match[2]) if match else DEFAULT_STEPS

@@ -12,6 +12,7 @@ _TOKEN = re.compile(r"%([^%]+)%")
 _DATE_TOKEN = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyyy|yyy|yy")
 _FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f\x7f]')  # in a Windows file name
 _MAX_NAME_BYTES = 200  # of 255 that file systems take; the counter and the ending come on top
+_MAX_VALUE_LENGTH = 50  # of a widget's value: a whole prompt would not fit, and lose the clip
 _MAX_LINKS = 16  # of primitive nodes behind an input that is wired
 
 
@@ -45,7 +46,7 @@ def resolve_prefix(
         if value is None:
             return match[0]
         # A value never makes a folder, also as on the page.
-        return re.sub(r"[/\\]", "_", _as_text(value))
+        return re.sub(r"[/\\]", "_", _as_text(value)[:_MAX_VALUE_LENGTH])
 
     return _FORBIDDEN.sub("_", _TOKEN.sub(replace, prefix).replace("\\", "/"))
 
@@ -55,7 +56,7 @@ def why_not(prefix: str) -> str | None:
     parts = re.split(r"[/\\]", prefix.strip())
     if parts[-1] in ("", "."):
         return "filename_prefix has no name at its end; type one such as video/Nox_H3."
-    if not parts[0] or ".." in parts or re.match(r"[A-Za-z]:", prefix):
+    if not parts[0] or ".." in parts or re.match(r"[A-Za-z]:[/\\]", prefix):
         return (
             f"filename_prefix {prefix[:80]!r} leaves ComfyUI's output folder; type one inside it, "
             f"such as video/Nox_H3."

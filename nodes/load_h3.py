@@ -1,7 +1,6 @@
 """Nox Load MiniMax-H3: the diffusion model, its few-step LoRA, and how many steps that takes."""
 
 import os
-import re
 from functools import partial
 
 import comfy.sd
@@ -14,20 +13,12 @@ from ..nox_kernels.errors import FileError
 from . import checkpoint, patch
 
 NO_LORA = "none"
-DEFAULT_STEPS = 20
 WEIGHT_DTYPES = {
     "default": {},
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
-
-
-def steps_of(lora_name: str) -> int:
-    """Steps that a LoRA was made for, read from its file's name: "..._turbo_8step_..." is 8."""
-    name = os.path.basename(lora_name.replace("\\", "/")).lower()
-    match = re.search(r"(?<!\d)([48])[-_ ]?steps?(?![a-z])|steps?[-_ ]?([48])(?!\d)", name)
-    return int(match[1] or match[2]) if match else DEFAULT_STEPS
 
 
 class NoxLoadH3(io.ComfyNode):
@@ -104,7 +95,9 @@ class NoxLoadH3(io.ComfyNode):
             )
         # again at the start of a run: this node may be cached while the graph around it changes
         model = patch.check_at_start(model, check_task)
-        return io.NodeOutput(model, steps_of(lora_name) if use_lora else DEFAULT_STEPS)
+        return io.NodeOutput(
+            model, checkpoint.steps_of(lora_name) if use_lora else checkpoint.DEFAULT_STEPS
+        )
 
 
 def _check(path: str, wanted: str) -> None:

@@ -19,7 +19,7 @@ from ..nox_kernels.plan import LayerPlan, Plan
 from ..nox_kernels.request import DenseRequest
 from . import h3_sequence, status
 from .run import Forward, Run
-from .session import Session
+from .session import Session, keep_report
 
 log = logging.getLogger("nox")
 
@@ -73,7 +73,7 @@ def check_at_start(model, check: Callable[[bool], None]):
     """
 
     def wrapper(executor, *args, **kwargs):
-        conditions = executor.class_obj.conds.values()
+        conditions = (getattr(executor.class_obj, "conds", None) or {}).values()
         check(any("minimax_refs" in condition for group in conditions for condition in group))
         return executor(*args, **kwargs)
 
@@ -139,7 +139,7 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
     finally:
         report = run.finish()
         if report is not None:
-            session.keep_report(report)
+            keep_report(report)
             status.report(session.node_id, report)
 
 

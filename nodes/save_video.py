@@ -18,7 +18,7 @@ from ..nox_kernels.sound import Audio
 from ..nox_kernels.video import NameTakenError, WrittenVideo, write_video
 from . import status
 from .filename import resolve_prefix, why_not
-from .session import lines_and_reports
+from .session import NO_RUN, lines_and_reports
 
 _MP4 = "mp4 (H.264 + AAC)"
 _BOTH_INPUTS = (
@@ -145,7 +145,8 @@ class NoxSaveVideo(io.ComfyNode):
         written, subfolder = _write_next(
             prefix, images, audio, fps=fps, crf=crf, metadata=metadata, progress=progress
         )
-        for warning in written.warnings:
+        warnings = [line for line in lines if line == NO_RUN] + list(written.warnings)
+        for warning in warnings:
             logging.warning("Nox Save Video: %s", warning)
         lines += written.warnings
         # the page draws only the video of what a saver returns
@@ -203,7 +204,7 @@ def _write_next(
             prefix, folder_paths.get_output_directory(), width, height
         )
     except OSError as err:
-        raise NoxError(f"The folder for {prefix} could not be made: {err.strerror}.") from err
+        raise NoxError(f"The folder for {prefix[:80]} could not be made: {err.strerror}.") from err
     sound = None if audio is None else Audio(audio["waveform"], audio["sample_rate"])
     while True:
         path = os.path.join(folder, f"{name}_{counter:05}_.mp4")

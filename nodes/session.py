@@ -1,9 +1,8 @@
-"""Session: what one Nox H3 Attention node's patch asks, and the reports of its runs."""
+"""Session: what a Nox H3 Attention node asks, and the reports of the runs with it."""
 
 import hashlib
 import json
-import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from comfy_execution.utils import get_executing_context
 
@@ -11,10 +10,10 @@ from ..nox_kernels.layout_table import LayoutTable
 from ..nox_kernels.request import AttentionRequest
 from .h3_sequence import ModelShape
 
-MAX_REPORTS = 64  # of one session; a report is a few numbers
+MAX_REPORTS = 4096  # a report is a few numbers
 NO_RUN = (
-    "Nox H3 Attention is upstream of this video, but no sampling run of its model is known: wire "
-    "its MODEL to the guider or sampler too."
+    "Nox H3 Attention is upstream of this video, but no sampling run with it is known: either the "
+    "sampler took no step, or its MODEL is not wired to the guider or sampler."
 )
 
 # How a report words the reasons of a plan's decisions, after a number of calls.
@@ -110,14 +109,13 @@ class Report:
 
 @dataclass(eq=False)
 class Session:
-    """One Nox H3 Attention node's patch: what it asks, and what its last runs did.
+    """What one Nox H3 Attention node's patch asks.
 
     Attributes:
         request: What the node asks.
         table: Layout of every head.
         shape: Of the model.
         node_id: The node.
-        reports: Of its last runs, by what their sampler was asked (`fingerprints`).
         announced_in: The prompt in which the user was last told what computes.
     """
 
@@ -125,24 +123,29 @@ class Session:
     table: LayoutTable
     shape: ModelShape
     node_id: str
-    reports: dict[str, Report] = field(default_factory=dict)
     announced_in: str | None = None
 
-    def __post_init__(self):
-        _sessions.add(self)
 
-    def keep_report(self, report: Report) -> None:
-        """Remember the report of a run for the savers behind its sampler, which executes now."""
-        prompt_id, sampler = executing()
-        key = fingerprints(running_prompt(prompt_id)).get(sampler, "")
-        self.reports.pop(key, None)
-        self.reports[key] = report
-        while len(self.reports) > MAX_REPORTS:
-            del self.reports[next(iter(self.reports))]
+# Reports of sampling runs, by what the sampler was asked. Plain numbers, not on the patch: ComfyUI
+# may let go of the model before the saver runs.
+_reports: dict[str, Report] = {}
 
 
-# So that a saver finds the report of the runs upstream of it in its graph; holds nothing alive.
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+def keep_report(report: Report) -> None:
+    """Remember the report of a run for the savers behind its sampler, which executes now."""
+    prompt_id, sampler = executing()
+    key = fingerprints(running_prompt(prompt_id)).get(_written(sampler))
+    if key is None:  # nobody could find it
+        return
+    _reports.pop(key, None)
+    _reports[key] = report
+    while len(_reports) > MAX_REPORTS:
+        del _reports[next(iter(_reports))]
+
+
+def _written(node_id: str) -> str:
+    """The node of the prompt behind one that a node made while it ran: "10" for "10.0.0.1"."""
+    return str(node_id).partition(".")[0]
 
 
 def executing() -> tuple[str, str]:
@@ -156,8 +159,10 @@ def running_prompt(prompt_id: str) -> dict:
     from server import PromptServer
 
     server = getattr(PromptServer, "instance", None)
-    running = server.prompt_queue.get_current_queue_volatile()[0] if server is not None else []
-    return next((item[2] for item in running if item[1] == prompt_id), {})
+    if server is None:
+        return {}
+    running, _ = server.prompt_queue.get_current_queue_volatile()
+    return next((prompt for _, item_id, prompt, *_ in running if item_id == prompt_id), {})
 
 
 def fingerprints(prompt: dict) -> dict[str, str]:
@@ -167,21 +172,24 @@ def fingerprints(prompt: dict) -> dict[str, str]:
     like this.
     """
     known: dict[str, str] = {}
-
-    def of(node: str) -> str:
-        if node not in known:
-            known[node] = node  # stands for a node that is not there, and ends a circle
-            if node in prompt:
-                inputs = prompt[node].get("inputs", {})
-                asked = {
-                    name: [of(value[0]), value[1]] if _is_link(value) else value
-                    for name, value in inputs.items()
-                }
-                text = json.dumps([prompt[node].get("class_type"), asked], sort_keys=True)
-                known[node] = hashlib.sha256(text.encode()).hexdigest()
-        return known[node]
-
-    return {node: of(node) for node in prompt}
+    for start in prompt:
+        path = [start]
+        while path:  # by hand: a chain of nodes may be longer than Python's recursion
+            node = path[-1]
+            inputs = prompt[node].get("inputs", {})
+            sources = [value[0] for value in inputs.values() if _is_link(value)]
+            above = [up for up in sources if up in prompt and up not in known and up not in path]
+            if above:
+                path.append(above[0])
+                continue
+            path.pop()
+            asked = {
+                name: [known.get(value[0], value[0]), value[1]] if _is_link(value) else value
+                for name, value in inputs.items()
+            }
+            text = json.dumps([prompt[node].get("class_type"), asked], sort_keys=True, default=repr)
+            known[node] = hashlib.sha256(text.encode()).hexdigest()
+    return known
 
 
 def _is_link(value) -> bool:
@@ -196,7 +204,7 @@ def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], lis
         node_id: The saver.
     """
     prompt = prompt or {}
-    nodes, queue = [], [str(node_id)]
+    nodes, queue = [], [_written(node_id)]
     is_asked = False
     while queue:
         node = queue.pop()
@@ -206,13 +214,12 @@ def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], lis
         inputs = prompt[node].get("inputs", {})
         if prompt[node].get("class_type") == "NoxAttention":
             # the last one of a chain wins, so what stands before it says nothing
-            is_asked |= inputs.get("mode") != "dense"
+            is_asked |= inputs.get("mode") in ("sage", "sparse")
             continue
         queue += [str(value[0]) for value in inputs.values() if _is_link(value)]
-    known = {key: report for session in _sessions for key, report in session.reports.items()}
     keys = fingerprints(prompt)
     # the first sampler of a chain first
-    reports = [known[keys[node]] for node in reversed(nodes) if keys[node] in known]
+    reports = [_reports[keys[node]] for node in reversed(nodes) if keys[node] in _reports]
     lines = [report.line for report in reports]
     if is_asked and not reports:
         lines = [NO_RUN]

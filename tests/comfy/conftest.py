@@ -70,11 +70,8 @@ def host_environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def host(comfyui, venv_python, host_environment, tmp_path_factory):
     """A running ComfyUI with Nox, the tiny models, and the test-only nodes."""
-    base = tmp_path_factory.mktemp("comfy")
-    for name in ("models", "input", "output", "temp", "user", "custom_nodes"):
-        (base / name).mkdir()
-    (base / "custom_nodes" / FOLDER).symlink_to(ROOT, target_is_directory=True)
-    (base / "custom_nodes" / "tiny_h3_host").symlink_to(HERE / "host" / "tiny_h3_host")
+    base = _make_base(tmp_path_factory)
+    (base / "models").mkdir()
     _make_models(base / "models", venv_python, host_environment)
     running = Host(comfyui, venv_python, base, host_environment)
     try:
@@ -82,6 +79,28 @@ def host(comfyui, venv_python, host_environment, tmp_path_factory):
         yield running
     finally:
         running.stop()
+
+
+@pytest.fixture
+def forgetful_host(host, comfyui, venv_python, host_environment, tmp_path_factory):
+    """Another one, which drops what a node gave as soon as it was used."""
+    base = _make_base(tmp_path_factory)
+    (base / "models").symlink_to(host.base / "models", target_is_directory=True)
+    running = Host(comfyui, venv_python, base, host_environment, cache=("--cache-none",))
+    try:
+        running.wait_until_up()
+        yield running
+    finally:
+        running.stop()
+
+
+def _make_base(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("comfy")
+    for name in ("input", "output", "temp", "user", "custom_nodes"):
+        (base / name).mkdir()
+    (base / "custom_nodes" / FOLDER).symlink_to(ROOT, target_is_directory=True)
+    (base / "custom_nodes" / "tiny_h3_host").symlink_to(HERE / "host" / "tiny_h3_host")
+    return base
 
 
 @pytest.hookimpl(wrapper=True)

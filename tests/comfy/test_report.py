@@ -122,8 +122,8 @@ def test_a_run_without_a_step_reports_nothing(host):
 
 
 NO_RUN = (
-    "Nox H3 Attention is upstream of this video, but no sampling run of its model is known: wire "
-    "its MODEL to the guider or sampler too."
+    "Nox H3 Attention is upstream of this video, but no sampling run with it is known: either the "
+    "sampler took no step, or its MODEL is not wired to the guider or sampler."
 )
 
 
@@ -156,3 +156,9 @@ def test_a_cached_nox_node_is_announced_in_every_prompt(host):
         result, _ = saved(host, graph)
         announced = [line for line in result.log if "computes on the PyTorch reference" in line]
         assert len(announced) == 1
+
+
+def test_the_report_outlives_a_model_that_comfyui_let_go(forgetful_host):
+    result, lines = saved(forgetful_host, video_graph(SPARSE))
+    assert lines == [result.report]
+    assert tags_of(result.video_file)["nox"][0]["mode"] == "sparse"

@@ -76,7 +76,7 @@ def test_other_formats_are_left_to_their_loader(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "offsets", [[0], [4, 0], [-4, 4], ["a", "b"], None, [0, float("nan")], {"0": 4}]
+    "offsets", [[0], [4, 0], [-4, 4], ["a", "b"], None, [0, float("nan")], [0, float("inf")], 5]
 )
 def test_offsets_that_make_no_sense_are_one_sentence(tmp_path, offsets):
     text = json.dumps({"x.weight": {"dtype": "F32", "shape": [1], "data_offsets": offsets}})
@@ -86,7 +86,10 @@ def test_offsets_that_make_no_sense_are_one_sentence(tmp_path, offsets):
         checkpoint.check(path, checkpoint.H3)
 
 
-@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe" * 20, b"[1, 2]", b"{}"])
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 100_000, b"\xff\xfe" * 20, b"[1, 2]", b'[["a", {"data_offsets": [0, 1]}]]', b"{}"],
+)
 def test_a_header_that_is_no_header_is_one_sentence(tmp_path, text):
     path = tmp_path / "file.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text)
@@ -100,3 +103,24 @@ def test_a_link_to_nowhere_and_a_folder_cannot_be_read(tmp_path):
     for name in ("link.safetensors", "folder.safetensors"):
         with pytest.raises(ValueError, match=f"{name} cannot be read"):
             checkpoint.check(tmp_path / name, checkpoint.H3)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors", 8),
+        ("minimax_h3_ref2v_turbo_4step_v0.1.safetensors", 4),
+        ("Turbo-8-Steps.safetensors", 8),
+        ("turbo_steps4.safetensors", 4),
+        ("8step/foo_4step.safetensors", 4),
+        ("4step\\plain.safetensors", 20),
+        ("h3_style.safetensors", 20),
+        ("epoch8_step2000.safetensors", 20),
+        ("h3_v4_step_1000.safetensors", 20),
+        ("mylora-step4k.safetensors", 20),
+        ("x_step4.5.safetensors", 20),
+        ("turbo_18step.safetensors", 20),
+    ],
+)
+def test_the_steps_are_read_from_the_files_name(name, steps):
+    assert checkpoint.steps_of(name) == steps

@@ -144,7 +144,7 @@ def test_no_result_holds_a_forbidden_character():
 
 
 @pytest.mark.parametrize(
-    "prefix", ["video/Nox_H3", "clip", "a/b/%date:yyyy-MM-dd%", "b\\c", "ä/雪"]
+    "prefix", ["video/Nox_H3", "clip", "a/b/%date:yyyy-MM-dd%", "b\\c", "ä/雪", "a:b"]
 )
 def test_a_prefix_inside_the_output_folder_is_fine(prefix):
     assert filename.why_not(prefix) is None

@@ -92,7 +92,15 @@ class Result:
 class Host:
     """One running ComfyUI."""
 
-    def __init__(self, checkout: Path, python: Path, base: Path, environment: dict[str, str]):
+    def __init__(
+        self,
+        checkout: Path,
+        python: Path,
+        base: Path,
+        environment: dict[str, str],
+        # keeps the nodes of earlier graphs, so that what they hold may turn out to be stale
+        cache: tuple[str, ...] = ("--cache-lru", "100"),
+    ):
         self.base = base
         self.output = base / "output"
         self.port = _free_port()
@@ -100,8 +108,7 @@ class Host:
         command = [python, HERE / "host_launch.py", checkout, "--cpu", "--listen", "127.0.0.1"]
         command += ["--port", self.port, "--base-directory", base, "--disable-api-nodes"]
         command += ["--database-url", "sqlite:///:memory:", "--disable-auto-launch"]
-        # keep the nodes of earlier graphs, so that what they hold may turn out to be stale
-        command += ["--cache-lru", "100"]
+        command += cache
         # what ComfyUI picks on CUDA; on the CPU it would pick sub-quadratic attention
         command += ["--use-pytorch-cross-attention"]
         with self.log_file.open("wb") as log:
