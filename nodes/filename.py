@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from .prompt import is_link
+
 _TOKEN = re.compile(r"%([^%]+)%")
 # The page's date tokens; longer forms first. yyy alone means nothing there and stays.
 _DATE_TOKEN = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyyy|yyy|yy")
@@ -90,17 +92,13 @@ def _widget_value(
     for node_id in _ids_named(node_name, prompt, workflow):
         value = prompt[node_id].get("inputs", {}).get(widget)
         for _ in range(_MAX_LINKS):
-            if not _is_link(value):
+            if not is_link(value):
                 break
             # A primitive node (Int, Float, String) behind the input holds its value in "value".
             value = prompt.get(str(value[0]), {}).get("inputs", {}).get("value")
         if value is not None and not isinstance(value, (list, dict)):
             return value
     return None
-
-
-def _is_link(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[1], int)
 
 
 def _ids_named(

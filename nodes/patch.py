@@ -191,7 +191,7 @@ class BlockPatch:
             return self._next(args, extra)
         run, device = forward.run, args["img"].device
         plan = forward.plan(h3_sequence.newer_layout(args), device)
-        decision = forward.decide(self.layer_idx, plan)
+        decision = plan.decide(self.layer_idx, forward.sigma)
         if decision.kind == "native":
             run.count("native", decision.reason)
             return self._next(args, extra)

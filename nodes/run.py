@@ -11,7 +11,7 @@ import torch
 
 from ..nox_kernels import capability
 from ..nox_kernels.errors import NoKernelError
-from ..nox_kernels.plan import Decision, LayerPlan, Plan, Schedule, make_plan
+from ..nox_kernels.plan import LayerPlan, Plan, Schedule, make_plan
 from ..nox_kernels.request import DenseRequest
 from .h3_sequence import sequence_of
 from .session import Report, Session
@@ -140,7 +140,3 @@ class Forward:
         if self._plan is None or layout is not self._layout:
             self._layout, self._plan = layout, self.run.plan(layout, device)
         return self._plan
-
-    def decide(self, layer_idx: int, plan: Plan) -> Decision:
-        """What a layer runs in this forward."""
-        return plan.decide(layer_idx, self.sigma)

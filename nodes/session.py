@@ -1,14 +1,11 @@
 """Session: what a Nox H3 Attention node asks, and the reports of the runs with it."""
 
-import hashlib
-import json
 from dataclasses import dataclass
-
-from comfy_execution.utils import get_executing_context
 
 from ..nox_kernels.layout_table import LayoutTable
 from ..nox_kernels.request import AttentionRequest
 from .h3_sequence import ModelShape
+from .prompt import executing, fingerprints, is_link, running_prompt, written
 
 MAX_REPORTS = 4096  # a report is a few numbers
 NO_RUN = (
@@ -134,66 +131,13 @@ _reports: dict[str, Report] = {}
 def keep_report(report: Report) -> None:
     """Remember the report of a run for the savers behind its sampler, which executes now."""
     prompt_id, sampler = executing()
-    key = fingerprints(running_prompt(prompt_id)).get(_written(sampler))
+    key = fingerprints(running_prompt(prompt_id)).get(written(sampler))
     if key is None:  # nobody could find it
         return
     _reports.pop(key, None)
     _reports[key] = report
     while len(_reports) > MAX_REPORTS:
         del _reports[next(iter(_reports))]
-
-
-def _written(node_id: str) -> str:
-    """The node of the prompt behind one that a node made while it ran: "10" for "10.0.0.1"."""
-    return str(node_id).partition(".")[0]
-
-
-def executing() -> tuple[str, str]:
-    """(prompt, node) that ComfyUI executes now."""
-    context = get_executing_context()
-    return (context.prompt_id, context.node_id) if context is not None else ("", "")
-
-
-def running_prompt(prompt_id: str) -> dict:
-    """The API prompt that runs under an id; {} where ComfyUI does not tell."""
-    from server import PromptServer
-
-    server = getattr(PromptServer, "instance", None)
-    if server is None:
-        return {}
-    running, _ = server.prompt_queue.get_current_queue_volatile()
-    return next((prompt for _, item_id, prompt, *_ in running if item_id == prompt_id), {})
-
-
-def fingerprints(prompt: dict) -> dict[str, str]:
-    """What each node of a prompt is asked: its class and inputs, and those of all upstream of it.
-
-    Two nodes with one fingerprint do the same, whatever their numbers; ComfyUI's own cache works
-    like this.
-    """
-    known: dict[str, str] = {}
-    for start in prompt:
-        path = [start]
-        while path:  # by hand: a chain of nodes may be longer than Python's recursion
-            node = path[-1]
-            inputs = prompt[node].get("inputs", {})
-            sources = [value[0] for value in inputs.values() if _is_link(value)]
-            above = [up for up in sources if up in prompt and up not in known and up not in path]
-            if above:
-                path.append(above[0])
-                continue
-            path.pop()
-            asked = {
-                name: [known.get(value[0], value[0]), value[1]] if _is_link(value) else value
-                for name, value in inputs.items()
-            }
-            text = json.dumps([prompt[node].get("class_type"), asked], sort_keys=True, default=repr)
-            known[node] = hashlib.sha256(text.encode()).hexdigest()
-    return known
-
-
-def _is_link(value) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
 
 
 def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], list[Report]]:
@@ -204,7 +148,7 @@ def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], lis
         node_id: The saver.
     """
     prompt = prompt or {}
-    nodes, queue = [], [_written(node_id)]
+    nodes, queue = [], [written(node_id)]
     is_asked = False
     while queue:
         node = queue.pop()
@@ -216,7 +160,7 @@ def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], lis
             # the last one of a chain wins, so what stands before it says nothing
             is_asked |= inputs.get("mode") in ("sage", "sparse")
             continue
-        queue += [str(value[0]) for value in inputs.values() if _is_link(value)]
+        queue += [str(value[0]) for value in inputs.values() if is_link(value)]
     keys = fingerprints(prompt)
     # the first sampler of a chain first
     reports = [_reports[keys[node]] for node in reversed(nodes) if keys[node] in _reports]

@@ -5,8 +5,9 @@ import logging
 import torch
 
 from ..nox_kernels.errors import NoKernelError
+from .prompt import executing
 from .run import pick_kernel
-from .session import Report, Session, executing
+from .session import Report, Session
 
 log = logging.getLogger("nox")
 

@@ -31,11 +31,7 @@ def _attend_group(group: HeadGroup, precision: str, q: Tensor, k: Tensor, v: Ten
     """[H, S, D] -> [S, H, D]: pack -> route -> attend."""
     layout = group.layout
     images = ops.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision)
-    if group.num_kept is None:
-        selection = route.keep_all(layout, q.shape[0])
-    else:
-        scores = route.score_tiles(images.q_mean, images.k_mean)
-        selection = route.keep_best(scores, layout, group.num_kept)
+    selection = route.select(images, layout, group.num_kept)
     return ops.tile_attention(
         images, selection.bits, layout.valid_count, layout.row_slot, dtype=q.dtype
     )

@@ -24,7 +24,7 @@ from .ops import pack_tiles
 from .pipeline import Clip, Job, Model, check_packages, load_model, make_synthetic, render
 from .plan import LayerPlan
 from .request import AttentionRequest
-from .route import keep_best, score_tiles
+from .route import select
 from .sequence import FPS, TOKEN_PIXELS, TokenGrid, canvas, snap_num_frames, token_grid
 
 MODES = {
@@ -143,7 +143,8 @@ def _resolve(request: DemoRequest) -> Job:
     num_steps = default_steps if request.steps is None else request.steps
     if not 2 <= num_steps <= 1000:
         raise RequestError(
-            f"--steps must be between 2 and 1000 (in sparse the first one computes every tile), got {num_steps}."
+            f"--steps must be between 2 and 1000 (in sparse the first one computes every tile), "
+            f"got {num_steps}."
         )
     if not 0 <= request.seed < 2**63:
         raise RequestError(f"--seed must be between 0 and 2^63 - 1, got {request.seed}.")
@@ -254,7 +255,7 @@ class _RouteSnapshot:
         layout, head = group.layout, group.heads[0]
         q, k = q[head, None], k[head, None]
         images = pack_tiles(q, k, k, layout.slot_row, layout.valid_count, layer.precision)
-        selection = keep_best(score_tiles(images.q_mean, images.k_mean), layout, group.num_kept)
+        selection = select(images, layout, group.num_kept)
         query_tile = layout.num_video_query_tiles // 2
         self.drawing = layout, selection.mask(layout.num_kv_tiles)[0, query_tile], query_tile
 

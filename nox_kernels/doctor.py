@@ -18,7 +18,7 @@ from .ops import pack_tiles
 from .plan import HeadGroup, LayerPlan, Schedule, make_plan
 from .reference import dense_attention
 from .request import PRECISIONS, AttentionRequest, DenseRequest
-from .route import keep_best, score_tiles
+from .route import select
 from .sequence import Sequence, t2va_sequence
 
 # The self-test's problem.
@@ -122,10 +122,9 @@ def serving_kernel(device: torch.device, precision: str) -> KernelSpec | None:
 def describe_choice(device: torch.device, precision: str) -> str:
     """What serves a device, or why nothing does."""
     try:
-        kernel = pick(_case(device, precision))
+        return str(pick(_case(device, precision)))
     except NoKernelError as error:
         return f"nothing, the host's own attention runs: {error}"
-    return f"{kernel.name} ({kernel.note})" if kernel.note else kernel.name
 
 
 def package_version(name: str) -> str | None:
@@ -177,9 +176,8 @@ def _one_layer(mode: str, precision: str, sequence: Sequence, device: torch.devi
 def _kept_keys(group: HeadGroup, precision: str, q: Tensor, k: Tensor) -> Tensor:
     """[H, S, S] bool: the keys that each row sees."""
     layout = group.layout
-    assert group.num_kept is not None
     images = pack_tiles(q, k, k, layout.slot_row, layout.valid_count, precision)
-    selection = keep_best(score_tiles(images.q_mean, images.k_mean), layout, group.num_kept)
+    selection = select(images, layout, group.num_kept)
     slot = layout.row_slot
     mask = selection.mask(layout.num_kv_tiles)
     return mask[:, slot // layout.query_tile][:, :, slot // layout.kv_tile]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .layout import TileLayout
-from .reference import pack_bits, unpack_bits
+from .reference import TileImages, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,3 +101,16 @@ def keep_all(layout: TileLayout, num_heads: int) -> Selection:
     """Keep every KV tile that holds a row."""
     real = layout.valid_count > 0
     return Selection.from_mask(real.expand(num_heads, layout.num_query_tiles, -1))
+
+
+def select(images: TileImages, layout: TileLayout, num_kept: int | None) -> Selection:
+    """What each query tile keeps: the route itself.
+
+    Args:
+        images: Their tile means are scored.
+        layout: Tells forced tiles and candidates.
+        num_kept: Candidates to keep per query tile; None keeps every tile.
+    """
+    if num_kept is None:
+        return keep_all(layout, images.q.shape[0])
+    return keep_best(score_tiles(images.q_mean, images.k_mean), layout, num_kept)

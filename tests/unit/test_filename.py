@@ -1,17 +1,11 @@
 """File name tokens: what the page would have filled in, and what it must leave alone."""
 
-import importlib.util
 import itertools
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
-# By path: `nodes` is also the name of a module of ComfyUI, and the package imports ComfyUI.
-_PATH = Path(__file__).resolve().parents[2] / "nodes" / "filename.py"
-_SPEC = importlib.util.spec_from_file_location("nox_filename", _PATH)
-filename = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(filename)
+from nodes import filename
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 PROMPT = {
