@@ -9,8 +9,9 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
+from ..nox_kernels import checkpoint
 from ..nox_kernels.errors import FileError
-from . import checkpoint, patch
+from . import patch
 
 NO_LORA = "none"
 WEIGHT_DTYPES = {
@@ -78,13 +79,13 @@ class NoxLoadH3(io.ComfyNode):
     def execute(cls, unet_name, weight_dtype, lora_name, lora_strength) -> io.NodeOutput:
         """Check the files' headers first, then load as ComfyUI's own nodes do."""
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        _check(path, checkpoint.H3)
+        checkpoint.check(path, checkpoint.H3)
         check_task = partial(_refuse_wrong_task, unet_name)
         check_task(_uses_references(cls.hidden.prompt or {}))
         use_lora = lora_name != NO_LORA and lora_strength != 0
         if use_lora:
             lora_path = folder_paths.get_full_path_or_raise("loras", lora_name)
-            _check(lora_path, checkpoint.LORA)
+            checkpoint.check(lora_path, checkpoint.LORA)
         model = comfy.sd.load_diffusion_model(path, model_options=dict(WEIGHT_DTYPES[weight_dtype]))
         if use_lora:
             lora, metadata = comfy.utils.load_torch_file(
@@ -98,13 +99,6 @@ class NoxLoadH3(io.ComfyNode):
         return io.NodeOutput(
             model, checkpoint.steps_of(lora_name) if use_lora else checkpoint.DEFAULT_STEPS
         )
-
-
-def _check(path: str, wanted: str) -> None:
-    try:
-        checkpoint.check(path, wanted)
-    except ValueError as error:
-        raise FileError(str(error)) from error
 
 
 def _uses_references(prompt: dict) -> bool | None:

@@ -11,8 +11,9 @@ import torch
 
 from ..nox_kernels import capability
 from ..nox_kernels.errors import NoKernelError
-from ..nox_kernels.plan import LayerPlan, Plan, Schedule, make_plan
+from ..nox_kernels.plan import LayerPlan, Plan, make_plan
 from ..nox_kernels.request import DenseRequest
+from ..nox_kernels.schedule import Schedule
 from .h3_sequence import sequence_of
 from .session import Report, Session
 

@@ -18,8 +18,8 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="render one clip in every attention mode and compare",
         description=(
-            "Render the same clip with dense attention, sage, and sparse at 15 and 50 %, and write "
-            "a video with sound for each, one side by side, a summary and a route picture. Without "
+            "Render the same clip with dense attention, sage, sparse at 15 and 50 %, and veda, and "
+            "write a video with sound for each, one side by side, a summary and a route picture. Without "
             "--model a tiny synthetic H3 is made on the spot: it needs no GPU and no weights, and "
             "its pictures are noise."
         ),
@@ -29,6 +29,9 @@ def _parser() -> argparse.ArgumentParser:
         "--out", default="nox-demo", metavar="DIR", help="folder for the files (default nox-demo)"
     )
     demo.add_argument("--model", metavar="DIR", help="MiniMax-H3 weights in diffusers' layout")
+    demo.add_argument(
+        "--predictor", metavar="FILE", help="a Veda predictor, for mode veda with --model"
+    )
     demo.add_argument("--prompt", metavar="TEXT", help="what the clip shows")
     demo.add_argument(
         "--width", type=int, help="pixels, a multiple of 32 (default 256; with --model 1344)"
@@ -57,6 +60,7 @@ def _demo(args: argparse.Namespace) -> int:
         DemoRequest(
             out=args.out,
             model=args.model,
+            predictor=args.predictor,
             prompt=args.prompt,
             width=args.width,
             height=args.height,

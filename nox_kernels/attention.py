@@ -4,6 +4,8 @@ from torch import Tensor
 
 from . import ops, route
 from .plan import HeadGroup, LayerPlan
+from .reference import pool_tiles
+from .route import Selection
 
 
 def attend_layer(layer: LayerPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -22,16 +24,47 @@ def attend_layer(layer: LayerPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _attend_group(layer.groups[0], layer.precision, q, k, v).flatten(1)
     out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
     for group in layer.groups:
-        heads = list(group.heads)
-        out[:, heads] = _attend_group(group, layer.precision, q[heads], k[heads], v[heads])
+        mine = (x.index_select(0, group.head_idx) for x in (q, k, v))
+        out.index_copy_(1, group.head_idx, _attend_group(group, layer.precision, *mine))
     return out.flatten(1)
 
 
 def _attend_group(group: HeadGroup, precision: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[H, S, D] -> [S, H, D]: pack -> route -> attend."""
     layout = group.layout
-    images = ops.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision)
-    selection = route.select(images, layout, group.num_kept)
+    images = ops.pack_tiles(
+        q, k, v, layout.slot_row, layout.valid_count, precision=precision, pooling=group.pooling
+    )
+    selection = _select(group, images.q_pool, images.k_pool)
     return ops.tile_attention(
         images, selection.bits, layout.valid_count, layout.row_slot, dtype=q.dtype
     )
+
+
+def route_group(group: HeadGroup, q: Tensor, k: Tensor) -> Selection:
+    """What each query tile of a group keeps, without attending.
+
+    Args:
+        group: With a rule.
+        q: [h, S, D] of the group's heads.
+        k: The same.
+    """
+    layout = group.layout
+    query_count = layout.query_valid_count
+    key_count = layout.valid_count if group.predictor is None else query_count
+    return _select(
+        group,
+        pool_tiles(q, layout.slot_row, query_count, group.pooling),
+        pool_tiles(k, layout.slot_row, key_count, group.pooling),
+    )
+
+
+def _select(group: HeadGroup, q_pool: Tensor, k_pool: Tensor) -> Selection:
+    if group.rule is None:
+        return route.keep_all(group.layout, len(group.heads))
+    if group.predictor is None:
+        return route.select(q_pool[:, :, 0], k_pool[:, :, 0], group.rule)
+    q_embedding, k_embedding = group.predictor.embed(
+        q_pool, k_pool, group.layout.query_valid_count, group.predictor_idx
+    )
+    return route.select(q_embedding, k_embedding, group.rule)

@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .attention import route_group
 from .errors import NoxError, RequestError
 from .layout import TileLayout
-from .ops import pack_tiles
 from .pipeline import Clip, Job, Model, check_packages, load_model, make_synthetic, render
 from .plan import LayerPlan
 from .request import AttentionRequest
-from .route import select
 from .sequence import FPS, TOKEN_PIXELS, TokenGrid, canvas, snap_num_frames, token_grid
 
 MODES = {
@@ -32,12 +31,14 @@ MODES = {
     "sage": AttentionRequest("sage"),
     "sparse-15": AttentionRequest("sparse", 0.15),
     "sparse-50": AttentionRequest("sparse", 0.50),
+    "veda": AttentionRequest("veda"),
 }
 LABELS = {
     "dense": "dense (diffusers)",
     "sage": "sage",
     "sparse-15": "sparse 15 %",
     "sparse-50": "sparse 50 %",
+    "veda": "veda",
 }
 SIDE_BY_SIDE, SUMMARY, ROUTE = "side-by-side.mp4", "summary.json", "route.png"
 FILES = (*(f"{mode}.mp4" for mode in MODES), SIDE_BY_SIDE, ROUTE, SUMMARY)
@@ -49,9 +50,9 @@ SYNTHETIC_CANVAS, SYNTHETIC_STEPS = (256, 256), 3
 REAL_STEPS = 20
 DEFAULT_PROMPT = "A red kite climbs over a windy beach while waves roll in and gulls call."
 SYNTHETIC_NOTE = (
-    "The model is a tiny synthetic one with random weights: its pictures and sound are noise. They "
-    "prove that every mode runs and how far its output is from dense attention, not quality or "
-    "speed."
+    "The model is a tiny synthetic one with random weights, and so is Veda's predictor: pictures "
+    "and sound are noise. They prove that every mode runs and how far its output is from dense "
+    "attention, not quality or speed."
 )
 PACKAGES = ("diffusers", "transformers", "av", "matplotlib", "PIL", "tqdm")
 MODEL_PACKAGES = ("accelerate",)  # diffusers loads a model with some float32 layers only with it
@@ -64,6 +65,7 @@ class DemoRequest:
     Attributes:
         out: Folder for the files.
         model: Folder of weights in diffusers' layout; None = the tiny synthetic model.
+        predictor: File of a Veda predictor for those weights; None leaves mode veda out.
         prompt: What the clip shows.
         width: Pixels.
         height: Pixels.
@@ -74,6 +76,7 @@ class DemoRequest:
 
     out: str
     model: str | None = None
+    predictor: str | None = None
     prompt: str | None = None
     width: int | None = None
     height: int | None = None
@@ -93,9 +96,14 @@ def main(request: DemoRequest) -> int:
     out = _output_folder(request.out)
     with _quiet(), _spare_cores():
         _check_diffusers()
-        model = load_model(request.model, job) if request.model else make_synthetic(job)
+        if request.model:
+            model = load_model(request.model, job, request.predictor)
+        else:
+            model = make_synthetic(job)
         if model.is_synthetic:
             print(SYNTHETIC_NOTE)
+        if model.predictor is None:
+            print("Mode veda is left out: give a predictor with --predictor FILE.")
         clips, route = _render_modes(model, job)
         summary = _summary(model, job, clips)
     with tempfile.TemporaryDirectory(prefix=".nox-demo-", dir=out) as part:
@@ -125,6 +133,8 @@ def _resolve(request: DemoRequest) -> Job:
         raise RequestError("Give both --width and --height, or neither.")
     if request.model is not None and not Path(request.model).is_dir():
         raise RequestError(f"--model {request.model} is not a folder.")
+    if request.predictor is not None and request.model is None:
+        raise RequestError("--predictor needs --model: the synthetic model brings its own.")
     default_canvas = canvas(16, 9) if request.model else SYNTHETIC_CANVAS
     width, height = request.width or default_canvas[0], request.height or default_canvas[1]
     for name, pixels in (("width", request.width), ("height", request.height)):
@@ -224,8 +234,9 @@ def _render_modes(model: Model, job: Job) -> tuple[dict[str, Clip], object]:
 
     route = _RouteSnapshot(layer_idx=model.pipeline.transformer.config.num_layers // 2)
     clips: dict[str, Clip] = {}
-    with tqdm(total=len(MODES) * (job.num_steps + 1), unit="step") as bar:
-        for mode in MODES:
+    modes = [mode for mode in MODES if mode != "veda" or model.predictor is not None]
+    with tqdm(total=len(modes) * (job.num_steps + 1), unit="step") as bar:
+        for mode in modes:
             bar.set_description(f"{LABELS[mode]:>17}")
             observe = route if mode == "sparse-15" else None
             clips[mode] = clip = render(model, job, MODES[mode], observe, bar.update)
@@ -250,14 +261,12 @@ class _RouteSnapshot:
     ) -> None:
         """See `hosts.diffusers.Observer`."""
         group = layer.groups[0]
-        if layer_idx != self.layer_idx or group.num_kept is None:
+        if layer_idx != self.layer_idx or group.rule is None:
             return
-        layout, head = group.layout, group.heads[0]
-        q, k = q[head, None], k[head, None]
-        images = pack_tiles(q, k, k, layout.slot_row, layout.valid_count, layer.precision)
-        selection = select(images, layout, group.num_kept)
-        query_tile = layout.num_video_query_tiles // 2
-        self.drawing = layout, selection.mask(layout.num_kv_tiles)[0, query_tile], query_tile
+        heads = list(group.heads)
+        mask = route_group(group, q[heads], k[heads]).mask(group.layout.num_kv_tiles)
+        query_tile = group.layout.num_video_query_tiles // 2
+        self.drawing = group.layout, mask[0, query_tile], query_tile
 
     def picture(self, grid: TokenGrid):
         """The picture, or None where no call was sparse."""
@@ -368,7 +377,7 @@ def _print_summary(summary: dict, out: Path) -> None:
     )
     computed_by = {name for facts in summary["modes"].values() for name in facts["computed_by"]}
     for name in sorted(computed_by - {"diffusers' own attention"}):
-        print(f"sage and sparse computed by: {name}.")
+        print(f"sage, sparse and veda computed by: {name}.")
     if summary["is_synthetic"]:
         print(SYNTHETIC_NOTE)
     print(f"Files: {out.resolve()}")
@@ -381,7 +390,8 @@ def _calls_text(facts: dict) -> str:
         counts[call["kind"]] += call["count"]
     if not counts:
         return "diffusers' own"
-    if counts["sparse"]:
-        kept = 100 * facts["kept_share_of_sparse_calls"]
-        return f"{counts['sparse']} of {counts.total()} sparse, {kept:.0f} % of tiles"
+    for kind in ("sparse", "veda"):
+        if counts[kind]:
+            kept = 100 * facts["kept_share_of_routed_calls"]
+            return f"{counts[kind]} of {counts.total()} {kind}, {kept:.0f} % of tiles"
     return f"{counts['sage']} of {counts.total()} in INT8"

@@ -10,16 +10,17 @@ import subprocess
 import torch
 from torch import Tensor
 
-from .attention import attend_layer
+from .attention import attend_layer, route_group
 from .capability import KernelCase, KernelSpec, pick
 from .errors import NoKernelError
-from .layout_table import uniform_table
-from .ops import pack_tiles
-from .plan import HeadGroup, LayerPlan, Schedule, make_plan
+from .layout_table import preset_table
+from .plan import LayerPlan, make_plan
 from .reference import dense_attention
 from .request import PRECISIONS, AttentionRequest, DenseRequest
-from .route import select
+from .schedule import Schedule
 from .sequence import Sequence, t2va_sequence
+from .veda.predictor import VedaPredictor
+from .veda.synthetic import random_bundle, random_plan
 
 # The self-test's problem.
 NUM_HEADS = 2
@@ -46,7 +47,7 @@ def main() -> int:
     devices = find_devices()
     for device in devices:
         print(f"  {device}: {describe_device(device)}")
-    print("\nWhat computes attention (modes sage and sparse)")
+    print("\nWhat computes attention (modes sage, sparse and veda)")
     for device in devices:
         for precision in PRECISIONS:
             print(f"  {device}, {precision}: {describe_choice(device, precision)}")
@@ -136,12 +137,12 @@ def package_version(name: str) -> str | None:
 
 
 def self_test(device: torch.device, precision: str) -> dict[str, float]:
-    """Relative error of sage and sparse on a small random clip.
+    """Relative error of each mode on a small random clip, Veda's with random weights.
 
-    Sparse is held against float64 attention over the very keys that it keeps.
+    Sparse modes are held against float64 attention over the very keys that they keep.
 
     Returns:
-        "sage" and "sparse" -> error.
+        "sage", "sparse" and "veda" -> error.
     """
     sequence = t2va_sequence(256, 256, 22, 9)
     generator = torch.Generator().manual_seed(0)
@@ -149,9 +150,9 @@ def self_test(device: torch.device, precision: str) -> dict[str, float]:
     dtype = _case(device, precision).dtype
     q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
     errors = {}
-    for mode in ("sage", "sparse"):
+    for mode in ("sage", "sparse", "veda"):
         layer = _one_layer(mode, precision, sequence, device)
-        keep = None if layer.keeps_everything else _kept_keys(layer.groups[0], precision, q, k)
+        keep = None if layer.keeps_everything else _kept_keys(layer, q, k)
         truth = dense_attention(q, k, v, keep).transpose(0, 1).flatten(1)
         out = attend_layer(layer, q, k, v).double()
         errors[mode] = float((out - truth).norm() / truth.norm())
@@ -160,24 +161,31 @@ def self_test(device: torch.device, precision: str) -> dict[str, float]:
 
 def _one_layer(mode: str, precision: str, sequence: Sequence, device: torch.device) -> LayerPlan:
     dense = DenseRequest(first_steps=0, blocks=())
+    shapes = ("4x8x4", "8x4x4")
+    veda_plan = random_plan(
+        "self-test", sequence.token_grid, shapes, num_layers=1, num_heads=NUM_HEADS
+    )
+    bundle = random_bundle((veda_plan,), num_layers=1, num_heads=NUM_HEADS)
     plan = make_plan(
-        AttentionRequest(mode, KEEP_RATIO, precision=precision),
+        AttentionRequest(mode, KEEP_RATIO, precision=precision, veda_keep_ratio=KEEP_RATIO),
         dense,
         sequence,
-        uniform_table(1, NUM_HEADS),
+        preset_table("uniform", 1, NUM_HEADS),
         Schedule.resolve((1.0, 0.0), dense, lambda percent: 1.0 - percent),
         num_layers=1,
         num_heads=NUM_HEADS,
         device=device,
+        predictor=VedaPredictor.from_bundle(bundle).to(device),
     )
     return plan.layer(0, mode)
 
 
-def _kept_keys(group: HeadGroup, precision: str, q: Tensor, k: Tensor) -> Tensor:
+def _kept_keys(layer: LayerPlan, q: Tensor, k: Tensor) -> Tensor:
     """[H, S, S] bool: the keys that each row sees."""
-    layout = group.layout
-    images = pack_tiles(q, k, k, layout.slot_row, layout.valid_count, precision)
-    selection = select(images, layout, group.num_kept)
-    slot = layout.row_slot
-    mask = selection.mask(layout.num_kv_tiles)
-    return mask[:, slot // layout.query_tile][:, :, slot // layout.kv_tile]
+    keep = torch.empty((*q.shape[:2], k.shape[1]), dtype=torch.bool, device=q.device)
+    for group in layer.groups:
+        layout, heads = group.layout, group.head_idx
+        mask = route_group(group, q[heads], k[heads]).mask(layout.num_kv_tiles)
+        slot = layout.row_slot
+        keep[heads] = mask[:, slot // layout.query_tile][:, :, slot // layout.kv_tile]
+    return keep

@@ -30,7 +30,7 @@ def token_states(
     Returns:
         [t, h, w] uint8: 0 skipped, 1 kept, 2 a token of the query tile itself.
     """
-    video_start = layout.num_rows - layout.num_video  # the video comes last
+    video_start = layout.num_rows - token_grid.num_tokens  # the video comes last
     slot = layout.row_slot[video_start:].cpu()
     state = mask_row.cpu()[slot // layout.kv_tile].byte()
     state[slot // layout.query_tile == query_tile] = 2
@@ -122,20 +122,25 @@ def _mosaic(states: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
 
 
 def side_by_side(clips: dict[str, Tensor]) -> Tensor:
-    """Clips of one size two by two, each under its label.
+    """Clips of one size in rows of about as many as there are rows, each under its label.
 
     Args:
         clips: Label -> frames [F, H, W, 3] in 0..1.
 
     Returns:
-        [F, H', 2 W, 3] float16.
+        [F, H', W', 3] float16; places without a clip are black.
     """
     labelled = []
     for text, frames in clips.items():
         num_frames, _, width, _ = frames.shape
         label = _label(text, width).expand(num_frames, -1, -1, -1)
         labelled.append(torch.cat((label, frames.half()), dim=1))
-    rows = [torch.cat(labelled[idx : idx + 2], dim=2) for idx in range(0, len(labelled), 2)]
+    num_columns = math.ceil(math.sqrt(len(labelled)))
+    labelled += [torch.zeros_like(labelled[0])] * (-len(labelled) % num_columns)
+    rows = [
+        torch.cat(labelled[idx : idx + num_columns], dim=2)
+        for idx in range(0, len(labelled), num_columns)
+    ]
     return torch.cat(rows, dim=1)
 
 

@@ -77,24 +77,34 @@ class LayoutTable:
         return tuple(names[idx] for idx in choices[layer_idx])
 
 
-def _constant(idx: int, num_layers: int, num_heads: int) -> Choices:
-    return ((idx,) * num_heads,) * num_layers
+# Shipped tables, uncalibrated: (first layer, landscape layout, portrait layout) of each band of
+# layers, and how many layers the model must have (None = any).
+PRESETS = {
+    RASTER: (None, ((0, RASTER, RASTER),)),
+    "uniform": (None, ((0, "4x8x4", "4x4x8"),)),
+    "bands-v0": (50, ((0, "8x8x2", "8x2x8"), (6, "2x8x8", "2x8x8"), (20, "8x4x4", "8x4x4"))),
+}
 
 
-def uniform_table(num_layers: int, num_heads: int) -> LayoutTable:
-    """The shipped default: every head 4x8x4 in landscape, 4x4x8 in portrait. Uncalibrated."""
-    return LayoutTable(
-        "uniform",
-        ("4x8x4", "4x4x8"),
-        _constant(0, num_layers, num_heads),
-        _constant(1, num_layers, num_heads),
+def preset_table(name: str, num_layers: int, num_heads: int) -> LayoutTable:
+    """A shipped table, for a model of this size.
+
+    Raises:
+        RequestError: The table is for another number of layers.
+    """
+    needed, bands = PRESETS[name]
+    if needed not in (None, num_layers):
+        raise RequestError(
+            f"Layout {name} is for a model of {needed} layers, but this model has {num_layers}. "
+            f"Choose layout windows."
+        )
+    candidates = tuple(dict.fromkeys(layout for _, *layouts in bands for layout in layouts))
+    band_of_layer = [max(b for b in bands if b[0] <= layer) for layer in range(num_layers)]
+    landscape, portrait = (
+        tuple((candidates.index(band[side]),) * num_heads for band in band_of_layer)
+        for side in (1, 2)
     )
-
-
-def raster_table(num_layers: int, num_heads: int) -> LayoutTable:
-    """Every head in raster order."""
-    raster = _constant(0, num_layers, num_heads)
-    return LayoutTable(RASTER, (RASTER,), raster, raster)
+    return LayoutTable(name, candidates, landscape, portrait)
 
 
 def _expect(document: dict, key: str, wanted, path: Path) -> None:

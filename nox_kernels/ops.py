@@ -12,15 +12,23 @@ from .reference import TileImages
 
 @torch.library.custom_op("nox::pack_tiles", mutates_args=())
 def _pack_tiles(
-    q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, valid_count: Tensor, precision: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_row: Tensor,
+    valid_count: Tensor,
+    precision: str,
+    pooling: str,
 ) -> list[Tensor]:
-    return list(reference.pack_tiles(q, k, v, slot_row, valid_count, precision))
+    return list(reference.pack_tiles(q, k, v, slot_row, valid_count, precision, pooling))
 
 
 @torch.library.register_fake("nox::pack_tiles")
-def _(q, k, v, slot_row, valid_count, precision):
+def _(q, k, v, slot_row, valid_count, precision, pooling):
     num_heads, _, head_dim = q.shape
     num_query_tiles, num_kv_tiles = slot_row.shape[0] // 128, slot_row.shape[0] // 64
+    num_pooled_tiles = slot_row.shape[0] // reference.pooled_tile(pooling)
+    num_stats = reference.POOLINGS[pooling]
     shapes = TileImages(
         q=((num_query_tiles, 128, head_dim), torch.int8),
         q_scale=((num_query_tiles, 128), torch.float32),
@@ -30,17 +38,24 @@ def _(q, k, v, slot_row, valid_count, precision):
         v_tile_scale=((num_kv_tiles,), torch.float32),
         v_channel_scale=((head_dim,), torch.float32),
         v_is_e4m3=((), torch.bool),
-        q_mean=((num_query_tiles, head_dim), torch.float32),
-        k_mean=((num_kv_tiles, head_dim), torch.float32),
+        q_pool=((num_query_tiles, num_stats, head_dim), torch.float32),
+        k_pool=((num_pooled_tiles, num_stats, head_dim), torch.float32),
     )
     return [q.new_empty((num_heads, *shape), dtype=dtype) for shape, dtype in shapes]
 
 
 def pack_tiles(
-    q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, valid_count: Tensor, precision: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_row: Tensor,
+    valid_count: Tensor,
+    *,
+    precision: str,
+    pooling: str,
 ) -> TileImages:
     """Gather, rotate, quantise and pool Q, K and V; see `reference.pack_tiles`."""
-    return TileImages(*_pack_tiles(q, k, v, slot_row, valid_count, precision))
+    return TileImages(*_pack_tiles(q, k, v, slot_row, valid_count, precision, pooling))
 
 
 @torch.library.custom_op("nox::tile_attention", mutates_args=())

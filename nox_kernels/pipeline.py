@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ from torch import Tensor
 from .errors import NoxError
 from .hosts.diffusers import Observer, nox_attention
 from .request import AttentionRequest
+from .sequence import token_grid
+from .veda.bundle import read_bundle, write_bundle
+from .veda.predictor import VedaPredictor
+from .veda.synthetic import random_bundle, random_plan
 
 ENCODER_PACKAGES = ("torchvision",)  # Qwen3-VL's processor imports it, even for text
 
@@ -43,6 +48,7 @@ class Model:
     text_token_tags: Tensor  # [R] int64
     name: str
     is_synthetic: bool
+    predictor: VedaPredictor | None  # of mode veda
 
     @property
     def device(self) -> torch.device:
@@ -119,16 +125,47 @@ def make_synthetic(job: Job) -> Model:
     )
     embeds = prompt_embeds(job.prompt, tiny.seed)
     return Model(
-        pipeline, embeds, _text_tags(pipeline, embeds), "tiny synthetic H3", is_synthetic=True
+        pipeline,
+        embeds,
+        _text_tags(pipeline, embeds),
+        "tiny synthetic H3",
+        is_synthetic=True,
+        predictor=_synthetic_predictor(tiny.transformer.config, job),
     )
+
+
+def _synthetic_predictor(config, job: Job) -> VedaPredictor:
+    """A predictor with random weights that knows the job's clip, by way of its file."""
+    sizes = {"num_layers": config.num_layers, "num_heads": config.num_attention_heads}
+    grid = token_grid(job.width, job.height, job.num_frames)
+    bundle = random_bundle((random_plan("synthetic", grid, ("4x8x4", "8x4x4"), **sizes),), **sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / bundle.info.name
+        write_bundle(path, bundle)
+        return VedaPredictor.from_bundle(read_bundle(path))
+
+
+def _load_predictor(path: str, job: Job) -> VedaPredictor:
+    """A trained predictor; refused at once where it does not know the job's clip."""
+    bundle = read_bundle(path)
+    grid = token_grid(job.width, job.height, job.num_frames)
+    if bundle.info.plan_for(grid) is None:
+        raise NoxError(bundle.info.unknown_geometry(grid))
+    return VedaPredictor.from_bundle(bundle)
 
 
 def _text_tags(pipeline, embeds: Tensor) -> Tensor:
     return torch.full((embeds.shape[1],), pipeline.text_tag, dtype=torch.int64)
 
 
-def load_model(folder: str, job: Job) -> Model:
-    """Load weights from a folder in diffusers' layout; nothing is downloaded."""
+def load_model(folder: str, job: Job, predictor_path: str | None) -> Model:
+    """Load weights from a folder in diffusers' layout; nothing is downloaded.
+
+    Args:
+        folder: The weights.
+        job: What will be rendered.
+        predictor_path: File of a Veda predictor; None leaves mode veda out.
+    """
     import diffusers
 
     from .tiny_h3 import prompt_embeds, saved_seed
@@ -146,6 +183,7 @@ def load_model(folder: str, job: Job) -> Model:
             f"--model {folder} lacks {', '.join(missing)}; it must hold MiniMax-H3 in diffusers' "
             f"layout."
         )
+    predictor = None if predictor_path is None else _load_predictor(predictor_path, job)
     encoded = None
     if tiny_seed is None:
         check_packages(ENCODER_PACKAGES, install="torchvision")
@@ -167,7 +205,13 @@ def load_model(folder: str, job: Job) -> Model:
         assert tiny_seed is not None
         embeds = prompt_embeds(job.prompt, tiny_seed).to(device, dtype)
         encoded = embeds, _text_tags(pipeline, embeds)
-    return Model(pipeline, *encoded, str(folder), is_synthetic=tiny_seed is not None)
+    return Model(
+        pipeline,
+        *encoded,
+        str(folder),
+        is_synthetic=tiny_seed is not None,
+        predictor=None if predictor is None else predictor.to(device),
+    )
 
 
 def _subfolders(folder: str) -> dict[str, str]:
@@ -241,7 +285,11 @@ def render(
     pipeline = model.pipeline
     with (
         nox_attention(
-            pipeline.transformer, request, scheduler=pipeline.scheduler, observe=observe
+            pipeline.transformer,
+            request,
+            predictor=model.predictor,
+            scheduler=pipeline.scheduler,
+            observe=observe,
         ) as run,
         _timed_steps(pipeline.transformer, on_step) as step_seconds,
     ):
@@ -260,7 +308,7 @@ def render(
         "mode": request.mode,
         "keep_ratio": request.keep_ratio if request.mode == "sparse" else None,
         "computed_by": kernels or ["diffusers' own attention"],
-        "kept_share_of_sparse_calls": run.kept_share,
+        "kept_share_of_routed_calls": run.kept_share,
         "kept_share_of_all_calls": run.kept_share_of_all_calls,
         "calls": [
             {"kind": kind, "reason": reason, "count": count}

@@ -1,112 +1,81 @@
 """Plan: every decision of a run, made before its first step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from .errors import RequestError
-from .layout import TileLayout, make_layout, packed_layout, raster_layout
+from .layout import TileLayout, make_layout, packed_layout, raster_layout, veda_layout
 from .layout_table import LayoutTable
-from .request import AUTO, AttentionRequest, DenseRequest
-from .route import candidate_tiles, forced_tiles
-from .route import num_kept as budget
+from .request import AttentionRequest, DenseRequest
+from .route import Rule, sparse_rule
+from .schedule import Schedule
 from .sequence import Sequence
+from .veda.budget import Budget, veda_rule
+from .veda.bundle_info import BundleInfo, VedaPlan
+from .veda.predictor import LayerPredictor, VedaPredictor
 
-SIGMA_TOLERANCE = 1e-4  # shift 12 packs sigmas as close as 0.012
-AUTO_PERCENT = 0.2  # auto dense first steps cover this share of the schedule
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Which steps of a run are dense, told by sigma and never by counting calls.
-
-    Attributes:
-        sigmas: The sampler's sigmas, descending; one more than there are steps.
-        first_steps: Dense steps at the start, resolved.
-        last_steps: Dense steps at the end.
-        sigma_start: Sparse from this sigma down.
-        sigma_end: Sparse down to this sigma.
-    """
-
-    sigmas: tuple[float, ...]
-    first_steps: int
-    last_steps: int
-    sigma_start: float
-    sigma_end: float
-
-    @classmethod
-    def resolve(
-        cls,
-        sigmas: tuple[float, ...],
-        dense: DenseRequest,
-        percent_to_sigma: Callable[[float], float],
-    ) -> "Schedule":
-        """Turn a request's counts and percents into sigmas of this run."""
-        first_steps = dense.first_steps
-        if first_steps == AUTO:
-            limit = percent_to_sigma(AUTO_PERCENT) + SIGMA_TOLERANCE
-            first_steps = sum(sigma > limit for sigma in sigmas[:-1])
-        return cls(
-            sigmas=tuple(sigmas),
-            first_steps=first_steps,
-            last_steps=dense.last_steps,
-            sigma_start=percent_to_sigma(dense.start_percent),
-            sigma_end=percent_to_sigma(dense.end_percent),
-        )
-
-    @property
-    def num_steps(self) -> int:
-        """Denoising steps."""
-        return max(1, len(self.sigmas) - 1)
-
-    def step_of(self, sigma: float) -> int:
-        """The step that an evaluation at `sigma` belongs to, 0-based.
-
-        A sampler that evaluates twice in a step does so between its two sigmas.
-        """
-        step_idx = sum(s >= sigma - SIGMA_TOLERANCE for s in self.sigmas) - 1
-        return min(max(step_idx, 0), self.num_steps - 1)
-
-    def dense_reason(self, sigma: float) -> str | None:
-        """Why an evaluation at `sigma` must be dense; None where sparse may run."""
-        step_idx = self.step_of(sigma)
-        if step_idx < self.first_steps:
-            return "first steps"
-        if step_idx >= self.num_steps - self.last_steps:
-            return "last steps"
-        if not self.sigma_end - SIGMA_TOLERANCE <= sigma <= self.sigma_start + SIGMA_TOLERANCE:
-            return "outside the window"
-        return None
+MANY_REFERENCES = 0.25  # share of the video's rows from which references cost much when all kept
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadGroup:
-    """Heads of a layer that share tile layout and budget.
+    """Heads of a layer that share tile layout and rule.
 
     Attributes:
-        heads: Head numbers, ascending.
+        heads: Heads of the call, ascending.
         layout: How their rows sit in tiles.
-        num_kept: Candidate KV tiles kept per query tile; None keeps every tile.
-        kept_share: Share of (query tile, KV tile) pairs that are computed.
+        rule: Which tiles they keep, given scores; None keeps every tile.
+        predictor: What scores, under Veda; None scores by the tiles' means.
+        head_idx: [h] int64, `heads` on the device.
+        predictor_idx: [h] int64, the heads of the model that `heads` are.
     """
 
     heads: tuple[int, ...]
     layout: TileLayout
-    num_kept: int | None
-    kept_share: float
+    rule: Rule | None
+    predictor: LayerPredictor | None
+    head_idx: Tensor
+    predictor_idx: Tensor
+
+    @property
+    def kept_share(self) -> float:
+        """Share of tile pairs that are computed."""
+        return 1.0 if self.rule is None else self.rule.kept_share
+
+    @property
+    def pooling(self) -> str:
+        """Statistics of tiles that the route needs, see `reference.POOLINGS`."""
+        if self.rule is None:
+            return "none"
+        if self.predictor is None:
+            return "mean"
+        return "extremes" if self.predictor.so_q is None else "variance"
+
+    def slice_heads(self, start: int, count: int) -> "HeadGroup | None":
+        """The same for a call with heads start..start+count-1 alone; None if it has none of them."""
+        mine = [n for n, head in enumerate(self.heads) if start <= head < start + count]
+        if not mine:
+            return None
+        first, last = mine[0], mine[-1] + 1  # heads ascend
+        return replace(
+            self,
+            heads=tuple(head - start for head in self.heads[first:last]),
+            head_idx=self.head_idx[first:last] - start,
+            predictor_idx=self.predictor_idx[first:last],
+        )
 
 
-def make_group(layout: TileLayout, keep_ratio: float, device: torch.device | str) -> HeadGroup:
-    """A group, still without heads, that keeps a share of a layout's video tiles."""
-    forced = forced_tiles(layout).sum(1)  # [Nq]
-    candidates = candidate_tiles(layout).sum(1)  # [Nq]
-    num_kept = budget(keep_ratio, layout.num_video_kv_tiles)
-    if keep_ratio >= 1.0 or num_kept >= candidates.max():
-        return HeadGroup((), layout.to(device), None, 1.0)
-    computed = int((forced + candidates.clamp(max=num_kept)).sum())
-    kept_share = computed / (layout.num_query_tiles * layout.num_real_kv_tiles)
-    return HeadGroup((), layout.to(device), num_kept, kept_share)
+def make_group(
+    heads: tuple[int, ...],
+    layout: TileLayout,
+    rule: Rule | None,
+    predictor: LayerPredictor | None = None,
+) -> HeadGroup:
+    """A group of a whole layer's heads; layout and rule are on the device already."""
+    idx = torch.tensor(heads, device=layout.slot_row.device)
+    return HeadGroup(heads, layout, rule, predictor, idx, idx)
 
 
 @dataclass(frozen=True)
@@ -129,7 +98,7 @@ class LayerPlan:
     @property
     def keeps_everything(self) -> bool:
         """No head skips a tile."""
-        return all(group.num_kept is None for group in self.groups)
+        return all(group.rule is None for group in self.groups)
 
     @property
     def kept_share(self) -> float:
@@ -141,17 +110,13 @@ class LayerPlan:
         """The same plan for heads start..start+count-1, renumbered from 0."""
         if (start, count) == (0, self.num_heads):
             return self
-        groups = []
-        for group in self.groups:
-            heads = tuple(head - start for head in group.heads if start <= head < start + count)
-            if heads:
-                groups.append(replace(group, heads=heads))
-        return replace(self, groups=tuple(groups))
+        groups = (group.slice_heads(start, count) for group in self.groups)
+        return replace(self, groups=tuple(group for group in groups if group is not None))
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What runs in one attention call: "sparse", "sage" or "native", and the rule behind it."""
+    """What runs in one attention call: "sparse", "veda", "sage" or "native", and why."""
 
     kind: str
     reason: str
@@ -167,7 +132,10 @@ class Plan:
         dense_request: Where sparse stays dense, and on which kernel.
         schedule: Which steps are dense.
         dense_layer: Plan of a dense layer.
-        sparse_layers: Plan of each layer where it is sparse; empty in mode "sage".
+        routed_layers: Plan of each layer where tiles are left out; empty where none is.
+        normal: What runs where no rule makes a call dense.
+        veda_plan: The predictor's plan in use, under Veda.
+        warnings: What the user should know before the run, a sentence each.
         num_layers: Layers of the model.
         num_heads: Heads of each layer.
     """
@@ -177,18 +145,27 @@ class Plan:
     dense_request: DenseRequest
     schedule: Schedule
     dense_layer: LayerPlan
-    sparse_layers: tuple[LayerPlan, ...]
+    routed_layers: tuple[LayerPlan, ...]
+    normal: Decision
+    veda_plan: VedaPlan | None
+    warnings: tuple[str, ...]
     num_layers: int
     num_heads: int
 
+    @property
+    def kept_share(self) -> float:
+        """Share of tile pairs that routed layers compute."""
+        if not self.routed_layers:
+            return 1.0
+        return sum(layer.kept_share for layer in self.routed_layers) / len(self.routed_layers)
+
     def decide(self, layer_idx: int, sigma: float) -> Decision:
         """What layer `layer_idx` runs at `sigma`."""
-        if self.request.mode == "sage":
-            normal = Decision("sage", "mode sage")
-        elif self.sparse_layers[layer_idx].keeps_everything:
+        normal = self.normal
+        if normal.kind == "native":
+            return normal
+        if self.routed_layers and self.routed_layers[layer_idx].keeps_everything:
             normal = Decision("sage", "every tile kept")
-        else:
-            normal = Decision("sparse", "sparse")
         reason = self.schedule.dense_reason(sigma)
         if reason is None and layer_idx in self.dense_request.blocks:
             reason = "dense block"
@@ -197,8 +174,8 @@ class Plan:
         return Decision(self.dense_request.kernel, reason)
 
     def layer(self, layer_idx: int, kind: str) -> LayerPlan:
-        """The plan of a layer for a decision of kind "sparse" or "sage"."""
-        return self.sparse_layers[layer_idx] if kind == "sparse" else self.dense_layer
+        """The plan of a layer for a decision that is not "native"."""
+        return self.dense_layer if kind == "sage" else self.routed_layers[layer_idx]
 
 
 def make_plan(
@@ -211,45 +188,158 @@ def make_plan(
     num_layers: int,
     num_heads: int,
     device: torch.device | str,
+    predictor: VedaPredictor | None = None,
 ) -> Plan:
     """Resolve what the user asked for one packed sequence.
 
+    Args:
+        request: What to run.
+        dense_request: Where it stays dense.
+        sequence: The rows.
+        table: Layout of every head in mode sparse.
+        schedule: Which steps are dense.
+        num_layers: Layers of the model.
+        num_heads: Heads of each layer.
+        device: Of q, k and v.
+        predictor: Needed by mode veda.
+
     Raises:
-        RequestError: A block or the layout table does not fit the model.
+        RequestError: A block, the layout table or the predictor does not fit the model, or the
+            predictor has no plan for the token grid and the request makes that an error.
     """
     beyond = [idx for idx in dense_request.blocks if idx >= num_layers]
     if beyond:
         raise RequestError(
             f"Dense block {beyond[0]} does not exist: this model has blocks 0 to {num_layers - 1}."
         )
-    all_heads = tuple(range(num_heads))
     # `accurate` tiles dense rows as sparse does, so that an all-ones selection is the same
     # computation; `faithful` must tile them as SageAttention does.
     dense_layout = raster_layout if request.precision == "accurate" else packed_layout
-    dense_group = replace(make_group(dense_layout(sequence), 1.0, device), heads=all_heads)
-
-    sparse_layers: list[LayerPlan] = []
-    if request.mode == "sparse":
-        table.check_model(num_layers, num_heads)
-        groups: dict[str, HeadGroup] = {}  # by layout name, shared by all layers
-        for layer_idx in range(num_layers):
-            names = table.heads_of_layer(layer_idx, sequence.token_grid)
-            for name in set(names) - set(groups):
-                groups[name] = make_group(make_layout(sequence, name), request.keep_ratio, device)
-            layer_groups = (
-                replace(
-                    groups[name], heads=tuple(head for head in all_heads if names[head] == name)
-                )
-                for name in sorted(set(names))
-            )
-            sparse_layers.append(LayerPlan(tuple(layer_groups), request.precision))
-    return Plan(
+    dense_group = make_group(tuple(range(num_heads)), dense_layout(sequence).to(device), None)
+    plan = Plan(
         sequence=sequence,
         request=request,
         dense_request=dense_request,
         schedule=schedule,
         dense_layer=LayerPlan((dense_group,), request.precision),
-        sparse_layers=tuple(sparse_layers),
+        routed_layers=(),
+        normal=Decision("sage", "mode sage"),
+        veda_plan=None,
+        warnings=(),
         num_layers=num_layers,
         num_heads=num_heads,
     )
+    mode, warnings = request.mode, []
+    if mode == "veda":
+        info = _check_predictor(predictor, num_layers, num_heads)
+        veda_plan = info.plan_for(sequence.token_grid)
+        if veda_plan is not None:
+            assert predictor is not None
+            return _with_veda(plan, predictor, veda_plan, device)
+        why = info.unknown_geometry(sequence.token_grid)
+        if request.on_unknown_geometry == "error":
+            raise RequestError(why)
+        mode = request.on_unknown_geometry
+        warnings.append(f"{why} So mode {mode} runs instead, as on_unknown_geometry says.")
+    if mode == "dense":
+        native = Decision("native", "Veda has no plan for this geometry")
+        return replace(plan, normal=native, warnings=tuple(warnings))
+    if mode == "sparse":
+        plan = _with_sparse(plan, table, device)
+    return replace(plan, warnings=(*warnings, *plan.warnings))
+
+
+def _with_sparse(plan: Plan, table: LayoutTable, device: torch.device | str) -> Plan:
+    """A plan whose layers keep the best tiles by their means."""
+    request, sequence = plan.request, plan.sequence
+    table.check_model(plan.num_layers, plan.num_heads)
+    made: dict[str, tuple[TileLayout, Rule | None]] = {}  # by layout name, shared by all layers
+    layers = []
+    for layer_idx in range(plan.num_layers):
+        names = table.heads_of_layer(layer_idx, sequence.token_grid)
+        groups = []
+        for name in sorted(set(names)):
+            if name not in made:
+                layout = make_layout(sequence, name)
+                rule = sparse_rule(
+                    layout,
+                    request.keep_ratio,
+                    nonvideo_queries=request.nonvideo_queries,
+                    budget_base=request.budget_base,
+                    route_references=request.route_references,
+                )
+                made[name] = layout.to(device), rule.to(device) if rule else None
+            heads = tuple(head for head, own in enumerate(names) if own == name)
+            groups.append(make_group(heads, *made[name]))
+        layers.append(LayerPlan(tuple(groups), request.precision))
+    return replace(
+        plan,
+        routed_layers=tuple(layers),
+        normal=Decision("sparse", "sparse"),
+        warnings=_reference_warnings(plan),
+    )
+
+
+def _reference_warnings(plan: Plan) -> tuple[str, ...]:
+    sequence = plan.sequence
+    num_reference = sum(s.num_rows for s in sequence.segments if s.kind == "ref_img")
+    share = num_reference / sequence.num_video
+    if plan.request.route_references or share <= MANY_REFERENCES:
+        return ()
+    return (
+        f"Visual references are {100 * share:.0f} % as many rows as the video, and sparse keeps "
+        f"them all. To route the large ones too, turn on route_references.",
+    )
+
+
+def _with_veda(
+    plan: Plan, predictor: VedaPredictor, veda_plan: VedaPlan, device: torch.device | str
+) -> Plan:
+    """A plan whose layers keep the tiles that a predictor scores best."""
+    info, sequence = predictor.info, plan.sequence
+    target, conditions = info.target_budget, info.condition_budget
+    if plan.request.veda_keep_ratio > 0.0:
+        target = Budget("ratio", plan.request.veda_keep_ratio)
+        conditions = target if conditions is not None else None
+    made: dict[str, tuple[TileLayout, Rule | None]] = {}  # by tile shape, shared by all layers
+    layers = []
+    for layer_idx in range(plan.num_layers):
+        groups = []
+        for shape, heads in veda_plan.groups(layer_idx):
+            if str(shape) not in made:
+                layout = veda_layout(sequence, shape, tile_conditions=info.tile_conditions)
+                rule = veda_rule(
+                    layout.query_valid_count,
+                    num_condition_tiles=layout.num_condition_tiles,
+                    num_video_tiles=layout.num_video_query_tiles,
+                    target=target,
+                    conditions=conditions,
+                )
+                made[str(shape)] = layout.to(device), rule.to(device) if rule else None
+            groups.append(make_group(heads, *made[str(shape)], predictor.layer(layer_idx)))
+        layers.append(LayerPlan(tuple(groups), plan.request.precision))
+    warnings = ()
+    kinds = {segment.kind for segment in sequence.segments}
+    if not info.tile_conditions and kinds & {"cond", "ref_img"}:
+        warnings = (
+            "This Veda predictor was trained on text to video; with keyframes or references it is "
+            "outside its training. They are kept whole.",
+        )
+    return replace(
+        plan,
+        routed_layers=tuple(layers),
+        normal=Decision("veda", "veda"),
+        veda_plan=veda_plan,
+        warnings=warnings,
+    )
+
+
+def _check_predictor(
+    predictor: VedaPredictor | None, num_layers: int, num_heads: int
+) -> BundleInfo:
+    if predictor is None:
+        raise RequestError(
+            "Mode veda needs a predictor: connect Nox Load Veda Predictor, or choose mode sparse."
+        )
+    predictor.info.check_model(num_layers, num_heads, predictor.info.head_dim)
+    return predictor.info

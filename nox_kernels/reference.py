@@ -18,13 +18,16 @@ BITS = 32  # KV tiles in one word of a selection
 TINY = 2.0**-100  # smallest amax that is scaled: 448 / TINY is finite
 SAMPLE_STRIDE = 16  # every 16th packed row stands for all of them: no pass over K or V is spent
 ELEMENTS_PER_CHUNK = 1 << 24  # bounds every temporary to 64 MB of float32
+# Statistics of a tile's real rows that a route may ask for, one after the other.
+POOLINGS = {"none": 0, "mean": 1, "extremes": 3, "variance": 4}  # mean, max, min, variance
 QUERY_TILES_PER_CHUNK = (32, 512)  # at once: a CPU's cache holds the step, a GPU is kept busy
 
 
 class TileImages(NamedTuple):
-    """What the pre-pass writes: Q, K and V quantised in tile order, and their tile means.
+    """What the pre-pass writes: Q, K and V quantised in tile order, and statistics of their tiles.
 
-    H heads, Nq query tiles of 128 slots, Nk KV tiles of 64 slots, D = 128 channels.
+    H heads, Nq query tiles of 128 slots, Nk KV tiles of 64 slots, D = 128 channels, P statistics
+    of each of Np pooled key tiles (see `pack_tiles`).
     """
 
     q: Tensor  # [H, Nq, 128, D] int8
@@ -35,8 +38,8 @@ class TileImages(NamedTuple):
     v_tile_scale: Tensor  # [H, Nk] float32, beside the channel scale; 1 for e4m3
     v_channel_scale: Tensor  # [H, D] float32
     v_is_e4m3: Tensor  # [H] bool: this head takes FP8 P V
-    q_mean: Tensor  # [H, Nq, D] float32, means of the given values over real rows
-    k_mean: Tensor  # [H, Nk, D] float32
+    q_pool: Tensor  # [H, Nq, P, D] float32, of the given values over real rows
+    k_pool: Tensor  # [H, Np, P, D] float32
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -87,21 +90,6 @@ def unpack_bits(bits: Tensor, num_kv_tiles: int) -> Tensor:
     return ((bits[..., None] >> bit) & 1).bool().flatten(2)[..., :num_kv_tiles]
 
 
-def pool_tiles(x: Tensor, valid_count: Tensor) -> Tensor:
-    """Mean of the real rows of each tile.
-
-    Args:
-        x: [H, N, T, D] in tile order; rows past valid_count[n] are padding.
-        valid_count: [N] int32, real rows per tile, 0..T.
-
-    Returns:
-        [H, N, D] float32; 0 for a tile without a real row.
-    """
-    real = torch.arange(x.shape[2], device=x.device) < valid_count[:, None]  # [N, T]
-    total = torch.where(real[:, :, None], x.float(), 0.0).sum(dim=2)  # [H, N, D]
-    return total / valid_count.clamp(min=1)[:, None]
-
-
 # ---- pre-pass ------------------------------------------------------------------------------------
 
 
@@ -119,6 +107,46 @@ def to_tiles(x: Tensor, slot_row: Tensor, tile: int) -> Tensor:
     tiles = x.index_select(1, slot_row.clamp(min=0))
     tiles.masked_fill_((slot_row < 0)[None, :, None], 0)
     return tiles.view(x.shape[0], -1, tile, x.shape[2])
+
+
+def pool_tiles(x: Tensor, slot_row: Tensor, valid_count: Tensor, pooling: str) -> Tensor:
+    """Statistics of the real rows of each tile.
+
+    Sums are taken in float64: of bfloat16 values they are exact, so no order of summation, no
+    split over heads and no device moves a near-tie of a route.
+
+    Args:
+        x: [H, S, D], any strides, a float dtype.
+        slot_row: [N * T] int32, the packed row in each slot, -1 = empty. Real rows come first in
+            each tile of T slots.
+        valid_count: [N] int32, real rows of each tile.
+        pooling: Which statistics, see `POOLINGS`.
+
+    Returns:
+        [H, N, P, D] float32: mean, max, min, population variance; 0 for a tile without a real row.
+    """
+    num_tiles, num_stats = valid_count.shape[0], POOLINGS[pooling]
+    out = x.new_empty((x.shape[0], num_tiles, num_stats, x.shape[2]), dtype=torch.float32)
+    if num_stats == 0:
+        return out
+    tile = slot_row.shape[0] // num_tiles
+    count = valid_count.clamp(min=1)[:, None]
+    is_padding = (slot_row < 0).view(num_tiles, tile, 1)
+    first = slot_row.view(num_tiles, tile)[:, :1].expand(-1, tile).flatten()
+    filled = torch.where(slot_row < 0, first, slot_row)  # extremes: a real row twice is harmless
+    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (slot_row.shape[0] * x.shape[2]))
+    for part, into in zip(x.split(heads_per_chunk), out.split(heads_per_chunk), strict=True):
+        tiles = to_tiles(part, slot_row, tile)
+        mean = tiles.sum(2, dtype=torch.float64) / count
+        into[:, :, 0] = mean
+        if num_stats >= 3:
+            rows = to_tiles(part, filled, tile)
+            into[:, :, 1] = rows.amax(2)
+            into[:, :, 2] = rows.amin(2)
+        if num_stats >= 4:
+            apart = (tiles.double() - mean[:, :, None]).masked_fill_(is_padding, 0)
+            into[:, :, 3] = apart.square_().sum(2) / count
+    return out
 
 
 def _float32(x: float) -> float:
@@ -208,14 +236,8 @@ def _pack_v_int8(v: Tensor, slot_row: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     return image, tile_scale, channel, rounding > 0.035**2 * power
 
 
-def _pack_heads(
-    q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, valid_count: Tensor, precision: str
-):
+def _pack_heads(q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, precision: str):
     pack_qk = _pack_qk_accurate if precision == "accurate" else _pack_qk_faithful
-    means = (
-        pool_tiles(to_tiles(q.float(), slot_row, 128), valid_count.view(-1, 2).sum(1)),
-        pool_tiles(to_tiles(k.float(), slot_row, 64), valid_count),
-    )
     if precision == "accurate":
         q, k = q.float(), k.float()
     q8, q_scale, k8, k_scale = pack_qk(q, k, slot_row)
@@ -228,11 +250,22 @@ def _pack_heads(
         v8 = torch.where(is_e4m3[:, None, None, None], v8, v_int8)
         tile_scale = torch.where(is_e4m3[:, None], tile_scale, int8_tile_scale)
         channel_scale = torch.where(is_e4m3[:, None], channel_scale, int8_channel_scale)
-    return TileImages(q8, q_scale, k8, k_scale, v8, tile_scale, channel_scale, is_e4m3, *means)
+    return q8, q_scale, k8, k_scale, v8, tile_scale, channel_scale, is_e4m3
+
+
+def pooled_tile(pooling: str) -> int:
+    """Slots of a pooled key tile: Nox routes KV tiles of 64, Veda tiles of 128."""
+    return 64 if pooling in ("none", "mean") else 128
 
 
 def pack_tiles(
-    q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, valid_count: Tensor, precision: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_row: Tensor,
+    valid_count: Tensor,
+    precision: str,
+    pooling: str,
 ) -> TileImages:
     """Gather, centre, rotate, quantise and pool Q, K and V.
 
@@ -243,11 +276,19 @@ def pack_tiles(
         slot_row: [num_slots] int32, the packed row in each slot, -1 = empty; a multiple of 128.
         valid_count: [Nk] int32, real rows of each KV tile.
         precision: "accurate" or "faithful".
+        pooling: Statistics that the route needs, see `POOLINGS`; of tiles of 128 queries, and of
+            `pooled_tile` keys.
     """
     heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (slot_row.shape[0] * q.shape[2]))
     chunks = zip(*(x.split(heads_per_chunk) for x in (q, k, v)), strict=True)
-    parts = [_pack_heads(qc, kc, vc, slot_row, valid_count, precision) for qc, kc, vc in chunks]
-    return TileImages(*map(torch.cat, zip(*parts, strict=True)))
+    parts = [_pack_heads(qc, kc, vc, slot_row, precision) for qc, kc, vc in chunks]
+    query_count = valid_count.view(-1, 2).sum(1)
+    key_count = valid_count if pooled_tile(pooling) == 64 else query_count
+    return TileImages(
+        *map(torch.cat, zip(*parts, strict=True)),
+        q_pool=pool_tiles(q, slot_row, query_count, pooling),
+        k_pool=pool_tiles(k, slot_row, key_count, pooling),
+    )
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 from .errors import RequestError
 
-MODES = ("sage", "sparse", "dense")
+MODES = ("sage", "sparse", "veda", "dense")
 PRECISIONS = ("accurate", "faithful")
+ON_UNKNOWN_GEOMETRY = ("error", "sparse", "dense")
+NONVIDEO_QUERIES = ("audio_dense", "all_dense", "all_routed")
+BUDGET_BASES = ("video", "all_keys")
 DENSE_KERNELS = ("sage", "native")
 WINDOWS = "windows"  # the shipped table of 3D windows
 AUTO = -1  # dense first steps: resolved from the run's sigmas
@@ -22,10 +25,20 @@ class AttentionRequest:
     """What Nox H3 Attention asks for.
 
     Attributes:
-        mode: "sage" (dense INT8), "sparse", or "dense" (the host's own attention).
-        keep_ratio: Share of the video's KV tiles kept per query tile, in (0, 1].
-        layout: "windows", "raster", or the name of a layout table's file.
+        mode: "sage" (dense INT8), "sparse", "veda" (sparse by a trained predictor), or "dense"
+            (the host's own attention).
+        keep_ratio: Mode sparse: share of the video's KV tiles kept per query tile, in (0, 1].
+        layout: Mode sparse: "windows", a shipped table, or the name of a layout table's file.
         precision: "accurate" or "faithful" (SageAttention 2.2's arithmetic).
+        veda_keep_ratio: Mode veda: budget in [0, 1]; 0 = the predictor's own.
+        on_unknown_geometry: Mode veda, where the predictor has no plan for the token grid:
+            "error", "sparse" (as mode sparse), or "dense" (as mode dense).
+        nonvideo_queries: Mode sparse: which query tiles without video keep every tile,
+            "audio_dense" (those with target audio), "all_dense", or "all_routed" (none).
+        budget_base: Mode sparse: what the keep ratio counts, "video" (the video's tiles; those
+            always kept come on top), or "all_keys" (all tiles, those always kept among them).
+        route_references: Mode sparse: a visual reference of 1024 rows or more competes for a
+            budget of its own instead of being kept whole.
 
     Raises:
         RequestError: A value is unknown or out of range.
@@ -35,13 +48,26 @@ class AttentionRequest:
     keep_ratio: float = 0.15
     layout: str = WINDOWS
     precision: str = "accurate"
+    veda_keep_ratio: float = 0.0
+    on_unknown_geometry: str = "error"
+    nonvideo_queries: str = "audio_dense"
+    budget_base: str = "video"
+    route_references: bool = False
 
     def __post_init__(self):
         _one_of("Mode", self.mode, MODES)
         _one_of("Precision", self.precision, PRECISIONS)
+        _one_of("on_unknown_geometry", self.on_unknown_geometry, ON_UNKNOWN_GEOMETRY)
+        _one_of("nonvideo_queries", self.nonvideo_queries, NONVIDEO_QUERIES)
+        _one_of("budget_base", self.budget_base, BUDGET_BASES)
         if not 0.0 < self.keep_ratio <= 1.0:
             raise RequestError(
                 f"Budget must keep 1 to 100 % of the tiles, got {100 * self.keep_ratio:g} %."
+            )
+        if not 0.0 <= self.veda_keep_ratio <= 1.0:
+            raise RequestError(
+                f"Veda's budget must be 0 (the predictor's own) to 100 %, got "
+                f"{100 * self.veda_keep_ratio:g} %."
             )
 
 

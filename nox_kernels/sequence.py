@@ -35,11 +35,16 @@ class TokenGrid(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Contiguous packed rows [start, stop) of one kind."""
+    """Contiguous packed rows [start, stop) of one kind.
+
+    `grid` is the token grid of visual rows, t-major, then h, then w; None for other rows, and where
+    the host does not tell.
+    """
 
     start: int
     stop: int
     kind: str
+    grid: TokenGrid | None = None
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +78,11 @@ class Sequence:
                     f"Segments must follow each other without a gap; {segment.kind} has rows "
                     f"{segment.start} to {segment.stop}, expected to start at {row}."
                 )
+            if segment.grid is not None and segment.grid.num_tokens != segment.num_rows:
+                raise SequenceError(
+                    f"A {segment.kind} segment has {segment.num_rows} rows, but a {segment.grid} "
+                    f"token grid needs {segment.grid.num_tokens}."
+                )
             row = segment.stop
         kinds = [segment.kind for segment in self.segments]
         if kinds.count("video") != 1 or kinds[-1] != "video":
@@ -105,15 +115,6 @@ class Sequence:
         """Rows of the target video."""
         return self.video.num_rows
 
-    @property
-    def num_tail(self) -> int:
-        """Rows that are not target video: their keys are always kept."""
-        return self.num_rows - self.num_video
-
-    def tail_rows(self) -> Tensor:
-        """[num_tail] int64: the packed rows that are not target video, in packed order."""
-        return torch.arange(self.video_start)
-
     @cached_property
     def is_audio(self) -> Tensor:
         """[S] bool: rows that carry target audio, the only output stream beside the video."""
@@ -139,6 +140,11 @@ def num_latent_frames(num_frames: int) -> int:
     return (snap_num_frames(num_frames) - 5) // 17 * 5 + 2
 
 
+def num_frames_of(num_latent_frames: int) -> int:
+    """Frames that T latent frames decode to, 17 (T - 2) / 5 + 5."""
+    return (num_latent_frames - 2) * 17 // 5 + 5
+
+
 def num_audio_rows(num_frames: int) -> int:
     """Rows of the target audio: two channels at 40 latents a second."""
     return 2 * round(num_frames * 5 / 3)
@@ -151,6 +157,28 @@ def token_grid(width: int, height: int, num_frames: int) -> TokenGrid:
         math.ceil(height / TOKEN_PIXELS),
         math.ceil(width / TOKEN_PIXELS),
     )
+
+
+def grid_of_positions(position: Tensor) -> TokenGrid | None:
+    """Token grid of visual rows from their coordinates; None if they do not form one.
+
+    Args:
+        position: [N, 3] (t, h, w) coordinates, expected t-major, then h, then w. Steps between
+            coordinates may be anything.
+    """
+
+    def leading_run(x: Tensor) -> int:
+        return int(torch.unique_consecutive(x, return_counts=True)[1][0])
+
+    t, h, _ = position.unbind(1)
+    frame_rows = leading_run(t)
+    width = leading_run(h[:frame_rows])
+    grid = TokenGrid(len(t) // frame_rows, frame_rows // width, width)
+    if grid.num_tokens != len(t):
+        return None
+    cells = position.view(*grid, 3)
+    axes = torch.meshgrid(cells[:, 0, 0, 0], cells[0, :, 0, 1], cells[0, 0, :, 2], indexing="ij")
+    return grid if torch.equal(torch.stack(axes, dim=3), cells) else None
 
 
 def canvas(ratio_w: float, ratio_h: float) -> tuple[int, int]:
@@ -186,12 +214,12 @@ def t2va_sequence(
     """
     num_frames = snap_num_frames(num_frames)
     grid = token_grid(width, height, num_frames)
-    frame_rows = grid.h * grid.w
-    lengths = [("text", num_text + num_keyframes * (frame_rows + 8))]
-    lengths += [("cond", frame_rows)] * num_keyframes
-    lengths += [("audio", num_audio_rows(num_frames)), ("video", grid.num_tokens)]
+    frame = TokenGrid(1, grid.h, grid.w)
+    lengths = [("text", num_text + num_keyframes * (frame.num_tokens + 8), None)]
+    lengths += [("cond", frame.num_tokens, frame)] * num_keyframes
+    lengths += [("audio", num_audio_rows(num_frames), None), ("video", grid.num_tokens, grid)]
     segments, row = [], 0
-    for kind, num_rows in lengths:
-        segments.append(Segment(row, row + num_rows, kind))
+    for kind, num_rows, segment_grid in lengths:
+        segments.append(Segment(row, row + num_rows, kind, segment_grid))
         row += num_rows
     return Sequence(tuple(segments), grid)

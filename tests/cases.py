@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nox_kernels import route
 from nox_kernels.sequence import Sequence, t2va_sequence
 
 
@@ -92,3 +93,16 @@ def relative_error(out: Tensor, truth: Tensor) -> float:
     """Mean over rows of the relative L2 error; both [..., D]."""
     out, truth = out.double(), truth.double()
     return float(((out - truth).norm(dim=-1) / truth.norm(dim=-1)).mean())
+
+
+def keep_tiles(scores, layout, num_kept):
+    """Mode sparse's selection with a budget given as a number of tiles."""
+    rule = route.sparse_rule(layout, min(1.0, num_kept / max(1, layout.num_video_kv_tiles)))
+    if rule is None:
+        return route.keep_all(layout, len(scores))
+    return route.keep_best(scores, rule)
+
+
+def mean_scores(images):
+    """Mode sparse's scores of tile images with pooling "mean"."""
+    return route.score_tiles(images.q_pool[:, :, 0], images.k_pool[:, :, 0])

@@ -16,11 +16,12 @@ from torch import Tensor
 from ..attention import attend_layer
 from ..capability import KernelCase, KernelSpec, pick
 from ..errors import NoKernelError, NoxError, RequestError, SequenceError
-from ..layout import RASTER
-from ..layout_table import LayoutTable, raster_table, uniform_table
-from ..plan import Decision, LayerPlan, Plan, Schedule, make_plan
+from ..layout_table import PRESETS, LayoutTable, preset_table
+from ..plan import Decision, LayerPlan, Plan, make_plan
 from ..request import WINDOWS, AttentionRequest, DenseRequest
-from ..sequence import Segment, Sequence, TokenGrid, t2va_sequence
+from ..schedule import Schedule
+from ..sequence import Segment, Sequence, grid_of_positions, t2va_sequence
+from ..veda.predictor import VedaPredictor
 
 logger = logging.getLogger("nox")
 
@@ -36,6 +37,7 @@ def nox_attention(
     request: AttentionRequest,
     dense_request: DenseRequest = DEFAULT_DENSE,
     table: LayoutTable | None = None,
+    predictor: VedaPredictor | None = None,
     *,
     scheduler: Any,
     observe: Observer | None = None,
@@ -50,6 +52,7 @@ def nox_attention(
         request: What to run.
         dense_request: Where sparse attention stays dense.
         table: Layout of every head; None = the one that `request.layout` names.
+        predictor: What scores tiles in mode veda; keep it on the transformer's device.
         scheduler: diffusers' MiniMaxH3Scheduler of the video; its sigmas and shift are read when
             a forward starts, so it may be set up inside the context.
         observe: Sees what Nox's calls are given.
@@ -60,7 +63,7 @@ def nox_attention(
     Raises:
         RequestError: The model or the request cannot be served; nothing was touched.
     """
-    run = NoxRun(transformer, request, dense_request, table, scheduler, observe)
+    run = NoxRun(transformer, request, dense_request, table, predictor, scheduler, observe)
     if request.mode == "dense":
         yield run
         return
@@ -99,9 +102,10 @@ class NoxRun:
         request: What the user asked.
         dense_request: Where sparse stays dense.
         table: Layout of every head.
+        predictor: What scores tiles in mode veda.
         scheduler: The video's scheduler.
         observe: See `nox_attention`.
-        calls: Attention calls by (kind, reason); kind is "sparse", "sage" or "native".
+        calls: Attention calls by (kind, reason); kind is that of `plan.Decision`.
         kernels: What computed Nox's calls.
     """
 
@@ -109,6 +113,7 @@ class NoxRun:
     request: AttentionRequest
     dense_request: DenseRequest
     table: LayoutTable | None
+    predictor: VedaPredictor | None
     scheduler: Any
     observe: Observer | None = None
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -124,7 +129,7 @@ class NoxRun:
 
     @property
     def kept_share(self) -> float | None:
-        """Mean share of tile pairs that sparse calls computed; None without a sparse call."""
+        """Mean share of tile pairs that routed calls computed; None without such a call."""
         return sum(self._kept_shares) / len(self._kept_shares) if self._kept_shares else None
 
     @property
@@ -145,7 +150,7 @@ class NoxRun:
 
         Raises:
             RequestError: The model is not diffusers' H3 or runs attention of somebody else, or
-                the layout table or a dense block does not fit it.
+                the layout table, the predictor or a dense block does not fit it.
         """
         transformer = self.transformer
         model_class, processor_class = _h3_classes()
@@ -167,9 +172,16 @@ class NoxRun:
                 )
         if self.table is None:
             self.table = _named_table(self.request.layout, transformer.config)
-        # A plan for the smallest clip refuses what does not fit the model before a run starts.
+        config = transformer.config
+        if self.predictor is not None:
+            self.predictor.info.check_model(
+                config.num_layers, config.num_attention_heads, config.attention_head_dim
+            )
+        # A plan for the smallest clip refuses what does not fit the model before a run starts;
+        # which clips a predictor knows is asked when one is there.
         schedule = Schedule.resolve((1.0, 0.0), self.dense_request, lambda percent: 1.0 - percent)
-        self._make_plan(t2va_sequence(32, 32, 5, 1), schedule, "cpu")
+        smallest = t2va_sequence(32, 32, 5, 1)
+        self._make_plan(smallest, schedule, "cpu", on_unknown_geometry="sparse")
 
     def begin_forward(self, arguments: dict) -> None:
         """Take the packed sequence and the sigma from the arguments of the model's forward."""
@@ -192,7 +204,10 @@ class NoxRun:
             )
         if sigmas is not self._sigmas:
             self._schedule = Schedule.resolve(
-                tuple(sigmas.tolist()), self.dense_request, self._percent_to_sigma
+                tuple(sigmas.tolist()),
+                self.dense_request,
+                self._percent_to_sigma,
+                self.request.mode,
             )
             self._sigmas = sigmas
         # The last packed row is video to be made; H3's time is 1 - sigma.
@@ -246,7 +261,11 @@ class NoxRun:
         key = (self._sequence.key, device)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make_plan(self._sequence, self._schedule, device)
+            plan = self._make_plan(
+                self._sequence, self._schedule, device, self.request.on_unknown_geometry
+            )
+            for warning in plan.warnings:
+                logger.warning("Nox: %s", warning)
         elif plan.schedule is not self._schedule:
             plan = replace(plan, schedule=self._schedule)
         self._plans[key] = plan
@@ -255,7 +274,7 @@ class NoxRun:
     def attend(self, layer_idx: int, decision: Decision, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, S, H, D] of one layer -> [B, S, H * D], by Nox."""
         layer = self.plan_on(q.device).layer(layer_idx, decision.kind)
-        if decision.kind == "sparse":
+        if decision.kind in ("sparse", "veda"):
             self._kept_shares.append(layer.kept_share)
         assert self._sigma is not None
         outs = []
@@ -278,12 +297,16 @@ class NoxRun:
         return shift * linear / (1.0 + (shift - 1.0) * linear)
 
     def _make_plan(
-        self, sequence: Sequence, schedule: Schedule, device: torch.device | str
+        self,
+        sequence: Sequence,
+        schedule: Schedule,
+        device: torch.device | str,
+        on_unknown_geometry: str,
     ) -> Plan:
         config = self.transformer.config
         assert self.table is not None
         return make_plan(
-            self.request,
+            replace(self.request, on_unknown_geometry=on_unknown_geometry),
             self.dense_request,
             sequence,
             self.table,
@@ -291,6 +314,7 @@ class NoxRun:
             num_layers=config.num_layers,
             num_heads=config.num_attention_heads,
             device=device,
+            predictor=self.predictor,
         )
 
 
@@ -397,29 +421,21 @@ def packed_sequence(
         raise SequenceError("The packed rows of this forward do not end with the video.")
     kind[-num_video:] = video
 
+    grid = grid_of_positions(position[-num_video:])
+    if grid is None:
+        raise SequenceError("The video rows of this forward do not form a grid of frames.")
+    # diffusers' visual conditions are single frames, each at its own time
+    frame_time = torch.where(kind == cond, position[:, 0], 0)
+    runs, counts = torch.unique_consecutive(
+        torch.stack((kind.to(frame_time.dtype), frame_time)), dim=1, return_counts=True
+    )
     segments, row = [], 0
-    runs = torch.unique_consecutive(kind, return_counts=True)
-    for idx, num_rows in zip(*(values.tolist() for values in runs), strict=True):
-        segments.append(Segment(row, row + num_rows, names[idx]))
-        row += num_rows
-    return Sequence(tuple(segments), _token_grid(position[-num_video:]))
-
-
-def _token_grid(position: Tensor) -> TokenGrid:
-    """Grid of video tokens from their [N, 3] coordinates, t-major, then h, then w."""
-    t, h, _ = position.unbind(1)
-    frame_rows = _leading_run(t)
-    width = _leading_run(h[:frame_rows])
-    grid = TokenGrid(len(t) // frame_rows, frame_rows // width, width)
-    if grid.num_tokens == len(t):
-        cells = position.view(*grid, 3)
-        axes = torch.stack(
-            torch.meshgrid(cells[:, 0, 0, 0], cells[0, :, 0, 1], cells[0, 0, :, 2], indexing="ij"),
-            dim=3,
-        )
-        if torch.equal(axes, cells):
-            return grid
-    raise SequenceError("The video rows of this forward do not form a grid of frames.")
+    for idx, num_rows in zip(runs[0].int().tolist(), counts.tolist(), strict=True):
+        stop = row + num_rows
+        own_grid = grid_of_positions(position[row:stop]) if idx in (cond, video) else None
+        segments.append(Segment(row, stop, names[idx], own_grid))
+        row = stop
+    return Sequence(tuple(segments), grid)
 
 
 def _leading_run(x: Tensor) -> int:
@@ -432,13 +448,13 @@ def _same_tensors(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 
 
 def _named_table(layout: str, config) -> LayoutTable:
-    tables = {WINDOWS: uniform_table, RASTER: raster_table}
-    if layout not in tables:
+    name = "uniform" if layout == WINDOWS else layout
+    if name not in PRESETS:
         raise RequestError(
-            f"Layout {layout!r} is neither {WINDOWS} nor {RASTER}; read its file and give the "
-            f"table."
+            f"Layout {layout!r} is not one of {WINDOWS}, {', '.join(PRESETS)}; read its file and "
+            f"give the table."
         )
-    return tables[layout](config.num_layers, config.num_attention_heads)
+    return preset_table(name, config.num_layers, config.num_attention_heads)
 
 
 def _h3_classes() -> tuple[type, type]:

@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nox_kernels.attention import attend_layer
 from nox_kernels.capability import KernelCase, pick
-from nox_kernels.layout_table import uniform_table
-from nox_kernels.plan import LayerPlan, Schedule, make_plan
+from nox_kernels.layout_table import preset_table
+from nox_kernels.plan import LayerPlan, make_plan
 from nox_kernels.request import AttentionRequest, DenseRequest
+from nox_kernels.schedule import Schedule
 from nox_kernels.sequence import t2va_sequence
 
 NUM_HEADS = 56
@@ -32,7 +33,7 @@ def layer_plan(mode: str, keep_ratio: float, precision: str, device: str) -> Lay
     dense = DenseRequest(first_steps=0, blocks=())
     request = AttentionRequest(mode, keep_ratio=keep_ratio, precision=precision)
     schedule = Schedule.resolve((1.0, 0.0), dense, lambda percent: 1 - percent)
-    table = uniform_table(1, NUM_HEADS)
+    table = preset_table("uniform", 1, NUM_HEADS)
     plan = make_plan(
         request,
         dense,

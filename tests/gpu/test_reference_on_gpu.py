@@ -6,12 +6,13 @@ import torch
 from nox_kernels import ops, route
 from nox_kernels.attention import attend_layer
 from nox_kernels.layout import raster_layout
-from nox_kernels.layout_table import uniform_table
-from nox_kernels.plan import Schedule, make_plan
+from nox_kernels.layout_table import preset_table
+from nox_kernels.plan import make_plan
 from nox_kernels.reference import dense_attention
 from nox_kernels.request import AttentionRequest, DenseRequest
+from nox_kernels.schedule import Schedule
 from nox_kernels.sequence import t2va_sequence
-from tests.cases import CASES, relative_error
+from tests.cases import CASES, keep_tiles, mean_scores, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,9 @@ pytestmark = [
 def run(case, precision, device):
     q, k, v = case.make_inputs(device)
     layout = raster_layout(case.sequence).to(device)
-    images = ops.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision)
+    images = ops.pack_tiles(
+        q, k, v, layout.slot_row, layout.valid_count, precision=precision, pooling="mean"
+    )
     bits = route.keep_all(layout, case.num_heads).bits
     return ops.tile_attention(
         images, bits, layout.valid_count, layout.row_slot, dtype=torch.float32
@@ -57,7 +60,7 @@ def test_a_real_layer_of_56_heads_runs():
         AttentionRequest("sparse", keep_ratio=0.15),
         dense,
         sequence,
-        uniform_table(1, 56),
+        preset_table("uniform", 1, 56),
         Schedule.resolve((1.0, 0.0), dense, lambda percent: 1 - percent),
         num_layers=1,
         num_heads=56,
@@ -77,11 +80,17 @@ def test_a_real_layer_of_56_heads_runs():
     for head, limit in ((3, 0.020), (5, 0.040)):
         part = slice(head, head + 1)
         images = ops.pack_tiles(
-            q[part], k[part], v[part], layout.slot_row, layout.valid_count, "accurate"
+            q[part],
+            k[part],
+            v[part],
+            layout.slot_row,
+            layout.valid_count,
+            precision="accurate",
+            pooling="mean",
         )
         assert bool(images.v_is_e4m3) == (head == 5)
-        scores = route.score_tiles(images.q_mean, images.k_mean)
-        mask = route.keep_best(scores, layout, 88).mask(layout.num_kv_tiles)
+        scores = mean_scores(images)
+        mask = keep_tiles(scores, layout, 88).mask(layout.num_kv_tiles)
         keep = mask[:, slot[rows] // 128][:, :, slot // 64]
         truth = dense_attention(q[part, rows], k[part], v[part], keep)[0]
         assert relative_error(out.unflatten(1, (56, 128))[rows, head], truth) < limit

@@ -10,11 +10,12 @@ from nox_kernels import ops, route
 from nox_kernels.attention import attend_layer
 from nox_kernels.errors import RequestError
 from nox_kernels.layout import MENU, make_layout
-from nox_kernels.layout_table import LayoutTable, raster_table, uniform_table
-from nox_kernels.plan import Schedule, make_plan
+from nox_kernels.layout_table import LayoutTable, preset_table
+from nox_kernels.plan import make_plan
 from nox_kernels.reference import dense_attention
 from nox_kernels.request import AttentionRequest, DenseRequest
-from tests.cases import CASES, Case, relative_error
+from nox_kernels.schedule import Schedule
+from tests.cases import CASES, Case, keep_tiles, mean_scores, relative_error
 
 CASE = Case("four heads", num_heads=4)
 
@@ -30,7 +31,7 @@ def plan_of(request, case=CASE, table=None, dense=None, num_layers=4):
         request,
         dense,
         case.sequence,
-        table or uniform_table(num_layers, case.num_heads),
+        table or preset_table("uniform", num_layers, case.num_heads),
         Schedule.resolve(sigmas, dense, percent_to_sigma),
         num_layers=num_layers,
         num_heads=case.num_heads,
@@ -47,7 +48,9 @@ def mixed_table(num_layers=4, num_heads=4):
 
 
 @pytest.mark.parametrize("precision", ["accurate", "faithful"])
-@pytest.mark.parametrize("table", [raster_table(4, 4), uniform_table(4, 4), mixed_table()])
+@pytest.mark.parametrize(
+    "table", [preset_table("raster", 4, 4), preset_table("uniform", 4, 4), mixed_table()]
+)
 def test_full_budget_equals_sage_in_every_layout(table, precision):
     sage = plan_of(AttentionRequest("sage", precision=precision))
     full = plan_of(AttentionRequest("sparse", keep_ratio=1.0, precision=precision), table=table)
@@ -66,7 +69,9 @@ def test_an_all_ones_selection_over_sparse_tiles_is_as_exact_as_dense(name, prec
     q, k, v = CASE.make_inputs()
     truth = dense_attention(q, k, v)
     layout = make_layout(CASE.sequence, name)
-    images = ops.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision)
+    images = ops.pack_tiles(
+        q, k, v, layout.slot_row, layout.valid_count, precision=precision, pooling="mean"
+    )
     out = ops.tile_attention(
         images,
         route.keep_all(layout, 4).bits,
@@ -85,9 +90,11 @@ def test_all_candidates_kept_by_a_mask_equals_dense_bit_for_bit():
     # one level under the plan's shortcut: the selection is built from scores and a full budget
     q, k, v = CASE.make_inputs()
     layout = make_layout(CASE.sequence, "raster")
-    images = ops.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate")
-    scores = route.score_tiles(images.q_mean, images.k_mean)
-    selection = route.keep_best(scores, layout, layout.num_kv_tiles)
+    images = ops.pack_tiles(
+        q, k, v, layout.slot_row, layout.valid_count, precision="accurate", pooling="mean"
+    )
+    scores = mean_scores(images)
+    selection = keep_tiles(scores, layout, layout.num_kv_tiles)
     assert torch.equal(selection.bits, route.keep_all(layout, 4).bits)
 
 
@@ -124,9 +131,17 @@ def test_kept_share_is_the_share_of_bits_in_the_selection():
     q, k, v = CASE.make_inputs()
     layer = plan_of(AttentionRequest("sparse", keep_ratio=0.2)).layer(1, "sparse")
     (group,) = layer.groups
-    images = ops.pack_tiles(q, k, v, group.layout.slot_row, group.layout.valid_count, "accurate")
-    scores = route.score_tiles(images.q_mean, images.k_mean)
-    mask = route.keep_best(scores, group.layout, group.num_kept).mask(group.layout.num_kv_tiles)
+    images = ops.pack_tiles(
+        q,
+        k,
+        v,
+        group.layout.slot_row,
+        group.layout.valid_count,
+        precision="accurate",
+        pooling="mean",
+    )
+    scores = mean_scores(images)
+    mask = route.keep_best(scores, group.rule).mask(group.layout.num_kv_tiles)
     pairs = 4 * group.layout.num_query_tiles * group.layout.num_real_kv_tiles
     assert layer.kept_share == pytest.approx(int(mask.sum()) / pairs)
 
@@ -224,9 +239,9 @@ def test_ops_pass_torchs_own_checks():
     case = Case("tiny", width=64, height=64, num_frames=5, num_heads=1)
     q, k, v = case.make_inputs()
     layout = make_layout(case.sequence, "raster")
-    args = (q, k, v, layout.slot_row, layout.valid_count, "accurate")
+    args = (q, k, v, layout.slot_row, layout.valid_count, "accurate", "mean")
     torch.library.opcheck(torch.ops.nox.pack_tiles, args)
-    images = ops.pack_tiles(*args)
+    images = ops.TileImages(*torch.ops.nox.pack_tiles(*args))
     bits = route.keep_all(layout, 1).bits
     torch.library.opcheck(
         torch.ops.nox.tile_attention,
@@ -239,7 +254,9 @@ def test_a_compiled_layer_has_no_graph_break_at_our_ops():
     layout = make_layout(case.sequence, "raster")
 
     def layer(q, k, v):
-        images = ops.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate")
+        images = ops.pack_tiles(
+            q, k, v, layout.slot_row, layout.valid_count, precision="accurate", pooling="mean"
+        )
         bits = route.keep_all(layout, case.num_heads).bits
         return ops.tile_attention(
             images, bits, layout.valid_count, layout.row_slot, dtype=torch.bfloat16
@@ -253,8 +270,9 @@ def test_a_compiled_layer_has_no_graph_break_at_our_ops():
 MEMORY_PROGRAM = """
 import resource, torch
 from nox_kernels.attention import attend_layer
-from nox_kernels.layout_table import uniform_table
-from nox_kernels.plan import Schedule, make_plan
+from nox_kernels.layout_table import preset_table
+from nox_kernels.plan import make_plan
+from nox_kernels.schedule import Schedule
 from nox_kernels.request import AttentionRequest, DenseRequest
 from nox_kernels.sequence import t2va_sequence
 
@@ -262,7 +280,7 @@ sequence = t2va_sequence(1344, 768, 124, 594)
 assert sequence.num_rows == 38304
 dense = DenseRequest(first_steps=0, blocks=())
 plan = make_plan(
-    AttentionRequest("sparse", keep_ratio=0.15), dense, sequence, uniform_table(1, 4),
+    AttentionRequest("sparse", keep_ratio=0.15), dense, sequence, preset_table("uniform", 1, 4),
     Schedule.resolve((1.0, 0.0), dense, lambda percent: 1 - percent),
     num_layers=1, num_heads=4, device="cpu",
 )

@@ -5,7 +5,8 @@ import struct
 
 import pytest
 
-from nodes import checkpoint
+from nox_kernels import checkpoint
+from nox_kernels.tensor_file import read_header
 
 H3 = ("video_patch_proj.weight", "audio_patch_proj.weight", "blocks.0.attn.qkv_proj.weight")
 
@@ -36,7 +37,7 @@ def write(path, names, size=4, cut=0):
 )
 def test_the_kind_is_read_from_the_header(tmp_path, names, kind):
     path = write(tmp_path / "file.safetensors", names)
-    assert checkpoint.kind_of(checkpoint.read_header(path)) == kind
+    assert checkpoint.kind_of(read_header(path).tensors) == kind
     for wanted in (checkpoint.H3, checkpoint.LORA):
         # a LoRA of a form that we do not know is left to its loader
         if kind == wanted or (kind, wanted) == ("another model", "a LoRA"):

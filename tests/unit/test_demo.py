@@ -59,10 +59,11 @@ def test_every_mode_has_a_video_with_sound(folder, summary, mode):
 def test_the_side_by_side_clip_shows_all_modes_and_has_sound(folder, summary):
     frames, samples = decode(folder / "side-by-side.mp4")
     assert len(frames) == 124
-    assert frames.shape[2] == 2 * 96
+    assert frames.shape[2] == 3 * 96
     assert samples.std() > 1e-3
-    corner, clip = frames[:, -96:, -96:].float(), decode(folder / "sparse-50.mp4")[0].float()
-    assert (corner - clip).abs().mean() < 4  # of 255: both are coded
+    place, clip = frames[:, -96:, 96:192].float(), decode(folder / "veda.mp4")[0].float()
+    assert (place - clip).abs().mean() < 4  # of 255: both are coded
+    assert frames[:, -90:, -90:].float().mean() < 4  # no sixth clip
 
 
 def test_no_other_file_is_left(folder, summary):
@@ -76,13 +77,17 @@ def test_differences_to_dense_are_small_and_ordered(summary):
         }
         assert error["dense"] == 0
         assert 0 < error["sage"] < error["sparse-50"] < error["sparse-15"] < 0.1
+        assert error["sage"] < error["veda"] < 0.1
 
 
 def test_kept_shares_follow_the_budgets(summary):
-    shares = {m: f["kept_share_of_sparse_calls"] for m, f in summary["modes"].items()}
+    shares = {m: f["kept_share_of_routed_calls"] for m, f in summary["modes"].items()}
     assert shares["dense"] is None
     assert shares["sage"] is None
     assert 0 < shares["sparse-15"] < shares["sparse-50"] < 1
+    # 10 padded tiles whose tokens would fill 3: every row keeps its own alone, and the 5 global
+    # tiles are dense both ways
+    assert shares["veda"] == pytest.approx((10 * (1 + 5) + 5 * 15) / 15**2)
 
 
 def test_calls_are_counted_by_reason(summary):
@@ -90,12 +95,14 @@ def test_calls_are_counted_by_reason(summary):
         mode: {(call["kind"], call["reason"]): call["count"] for call in facts["calls"]}
         for mode, facts in summary["modes"].items()
     }
-    sparse = {("sage", "first steps"): 4, ("sage", "dense block"): 1, ("sparse", "sparse"): 3}
+    sparse_gates = {("sage", "first steps"): 4, ("sage", "dense block"): 1}
+    sparse = {**sparse_gates, ("sparse", "sparse"): 3}
     assert calls == {
         "dense": {},
         "sage": {("sage", "mode sage"): 8},
         "sparse-15": sparse,
         "sparse-50": sparse,
+        "veda": {**sparse_gates, ("veda", "veda"): 3},
     }
 
 
@@ -133,7 +140,7 @@ def test_sparse_at_full_budget_renders_the_bits_of_sage(summary, monkeypatch, tm
     full = run(tmp_path)["modes"]["sparse-15"]
     assert full["frames_sha256"] == summary["modes"]["sage"]["frames_sha256"]
     assert full["audio_sha256"] == summary["modes"]["sage"]["audio_sha256"]
-    assert full["kept_share_of_sparse_calls"] is None
+    assert full["kept_share_of_routed_calls"] is None
     assert not (tmp_path / "route.png").exists()  # no call was sparse
 
 

@@ -8,7 +8,7 @@ diffusers = pytest.importorskip("diffusers", minversion="0.40")
 from nox_kernels import reference, tiny_h3  # noqa: E402
 from nox_kernels.errors import RequestError, SequenceError  # noqa: E402
 from nox_kernels.hosts import diffusers as host  # noqa: E402
-from nox_kernels.layout_table import uniform_table  # noqa: E402
+from nox_kernels.layout_table import preset_table  # noqa: E402
 from nox_kernels.request import AttentionRequest, DenseRequest  # noqa: E402
 from nox_kernels.sequence import Segment, TokenGrid  # noqa: E402
 
@@ -202,10 +202,11 @@ def test_segments_come_from_the_forwards_arguments(anchors, timestep):
     audio_start = NUM_TEXT + num_cond
     video_start = audio_start + 2 * NUM_AUDIO_LATENTS
     expected = [Segment(0, NUM_TEXT, "text")]
-    if anchors:
-        expected.append(Segment(NUM_TEXT, audio_start, "cond"))
+    for row in range(NUM_TEXT, audio_start, GRID.h * GRID.w):
+        frame = TokenGrid(1, GRID.h, GRID.w)
+        expected.append(Segment(row, row + frame.num_tokens, "cond", frame))
     expected.append(Segment(audio_start, video_start, "audio"))
-    expected.append(Segment(video_start, video_start + GRID.num_tokens, "video"))
+    expected.append(Segment(video_start, video_start + GRID.num_tokens, "video", GRID))
     assert sequence.segments == tuple(expected)
     assert sequence.token_grid == GRID
 
@@ -262,7 +263,9 @@ def test_steps_come_from_sigmas_not_from_counting(transformer, scheduler):
 def test_auto_first_steps_are_a_fifth_of_the_schedule(transformer, num_steps, num_dense):
     scheduler = diffusers.MiniMaxH3Scheduler(shift=12.0)
     scheduler.set_timesteps(num_steps + 1)
-    nox_run = host.NoxRun(transformer, AttentionRequest("sparse"), DenseRequest(), None, scheduler)
+    nox_run = host.NoxRun(
+        transformer, AttentionRequest("sparse"), DenseRequest(), None, None, scheduler
+    )
     nox_run.check()
     reasons = []
     for time in scheduler.timesteps.tolist():
@@ -389,7 +392,7 @@ def test_a_table_of_another_model_is_refused_at_the_door(transformer, scheduler)
         host.nox_attention(
             transformer,
             AttentionRequest("sparse"),
-            table=uniform_table(50, 56),
+            table=preset_table("uniform", 50, 56),
             scheduler=scheduler,
         ),
     ):

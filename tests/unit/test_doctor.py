@@ -17,18 +17,19 @@ ROOT = Path(doctor.__file__).resolve().parent.parent
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_self_test_measures_a_real_error(precision):
     errors = doctor.self_test(torch.device("cpu"), precision)
-    assert errors.keys() == {"sage", "sparse"}
+    assert errors.keys() == {"sage", "sparse", "veda"}
     for error in errors.values():
         assert 0.005 < error < doctor.ERROR_LIMIT[precision]
 
 
-def test_the_sparse_self_test_skips_keys():
+@pytest.mark.parametrize("mode", ["sparse", "veda"])
+def test_a_sparse_self_test_skips_keys(mode):
     from nox_kernels.sequence import t2va_sequence
 
     sequence = t2va_sequence(256, 256, 22, 9)
-    layer = doctor._one_layer("sparse", "accurate", sequence, torch.device("cpu"))
+    layer = doctor._one_layer(mode, "accurate", sequence, torch.device("cpu"))
     q, k = torch.randn(2, 2, sequence.num_rows, 128)
-    keep = doctor._kept_keys(layer.groups[0], "accurate", q, k)
+    keep = doctor._kept_keys(layer, q, k)
     video = keep[:, sequence.video_start :]
     assert 0.1 < video.float().mean() < 0.9
     assert video[:, :, : sequence.video_start].all()  # text and audio are always kept

@@ -8,9 +8,8 @@ from nox_kernels.errors import FileError, NoxError
 from nox_kernels.layout import MENU
 from nox_kernels.layout_table import (
     LayoutTable,
-    raster_table,
+    preset_table,
     read_table,
-    uniform_table,
     write_table,
 )
 from nox_kernels.sequence import TokenGrid
@@ -150,7 +149,7 @@ def test_a_model_of_another_size_is_refused_by_name(num_layers, num_heads, portr
     ("grid", "name"), [(LANDSCAPE, "4x8x4"), (SQUARE, "4x8x4"), (PORTRAIT, "4x4x8")]
 )
 def test_the_uniform_table_gives_every_head_one_shape_per_orientation(grid, name):
-    table = uniform_table(NUM_LAYERS, NUM_HEADS)
+    table = preset_table("uniform", NUM_LAYERS, NUM_HEADS)
     assert table.name == "uniform"
     for layer_idx in (0, 25, 49):
         assert tuple(table.heads_of_layer(layer_idx, grid)) == (name,) * NUM_HEADS
@@ -158,7 +157,7 @@ def test_the_uniform_table_gives_every_head_one_shape_per_orientation(grid, name
 
 @pytest.mark.parametrize("grid", [LANDSCAPE, SQUARE, PORTRAIT])
 def test_the_raster_table_leaves_every_head_in_natural_order(grid):
-    table = raster_table(4, 3)
+    table = preset_table("raster", 4, 3)
     assert tuple(table.heads_of_layer(3, grid)) == ("raster",) * 3
     with pytest.raises(NoxError, match="raster"):
         table.check_model(5, 3)
@@ -191,7 +190,7 @@ def test_a_path_may_be_a_string(tmp_path):
 
 def test_a_table_of_a_smaller_model_comes_back_too(tmp_path):
     path = tmp_path / "uniform.json"
-    write_table(path, uniform_table(3, 4))
+    write_table(path, preset_table("uniform", 3, 4))
     back = read_table(path)
     assert tuple(back.heads_of_layer(2, LANDSCAPE)) == ("4x8x4",) * 4
     assert tuple(back.heads_of_layer(2, PORTRAIT)) == ("4x4x8",) * 4

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nox_kernels.errors import NoxError, RequestError
-from nox_kernels.plan import Schedule
 from nox_kernels.request import DenseRequest, parse_blocks
+from nox_kernels.schedule import Schedule
 
 
 def shifted(t):

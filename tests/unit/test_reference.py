@@ -5,7 +5,7 @@ import torch
 
 from nox_kernels import reference, route
 from nox_kernels.layout import make_layout, packed_layout, raster_layout
-from tests.cases import CASES, Case, relative_error
+from tests.cases import CASES, Case, keep_tiles, mean_scores, relative_error
 
 # Mean relative error over rows. `accurate` on random normal data: 0.0155 simulated in float64;
 # `faithful`: 0.0386 measured of SageAttention 2.2 on an H200.
@@ -27,7 +27,7 @@ def dense(case, precision, layout=None):
     q, k, v = case.make_inputs()
     if layout is None:
         layout = (raster_layout if precision == "accurate" else packed_layout)(case.sequence)
-    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision)
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision, "mean")
     bits = route.keep_all(layout, case.num_heads).bits
     out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
     return out.transpose(0, 1), images, layout
@@ -65,7 +65,7 @@ def test_only_the_head_with_the_loud_value_takes_fp8():
     q, k, v = case.make_inputs()
     v[1, 100, 7] = 1500.0
     layout = raster_layout(case.sequence)
-    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate")
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate", "mean")
     assert images.v_is_e4m3.tolist() == [False, True]
 
 
@@ -85,7 +85,7 @@ def test_zeros_everywhere_give_zeros():
     zeros = torch.zeros(2, case.sequence.num_rows, 128)
     for precision in ("accurate", "faithful"):
         images = reference.pack_tiles(
-            zeros, zeros, zeros, layout.slot_row, layout.valid_count, precision
+            zeros, zeros, zeros, layout.slot_row, layout.valid_count, precision, "none"
         )
         bits = route.keep_all(layout, 2).bits
         out = reference.tile_attention(
@@ -98,7 +98,9 @@ def test_tiny_values_do_not_overflow_their_scale():
     case = Case("tiny values")
     q, k, v = (x.float() * 1e-30 for x in case.make_inputs())
     layout = raster_layout(case.sequence)
-    images = reference.pack_tiles(q, k, v * 1e-8, layout.slot_row, layout.valid_count, "faithful")
+    images = reference.pack_tiles(
+        q, k, v * 1e-8, layout.slot_row, layout.valid_count, "faithful", "none"
+    )
     bits = route.keep_all(layout, 2).bits
     out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
     assert out.isfinite().all()
@@ -110,7 +112,7 @@ def test_a_channel_that_only_the_sample_misses_keeps_its_tile():
     v[..., 9] = 0.001
     v[:, ::16, 9] = 0.0
     layout = raster_layout(case.sequence)
-    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate")
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate", "mean")
     assert not images.v_is_e4m3.any()
     bits = route.keep_all(layout, case.num_heads).bits
     out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
@@ -148,8 +150,8 @@ def test_sparse_matches_float64_over_its_kept_keys(layout_name, precision):
     case = CASES[0]
     q, k, v = case.make_inputs()
     layout = make_layout(case.sequence, layout_name)
-    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision)
-    selection = route.keep_best(route.score_tiles(images.q_mean, images.k_mean), layout, 2)
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision, "mean")
+    selection = keep_tiles(mean_scores(images), layout, 2)
     out = reference.tile_attention(
         images, selection.bits, layout.valid_count, layout.row_slot, torch.float32
     )
@@ -167,9 +169,11 @@ def test_audio_rows_of_sparse_are_bit_equal_to_dense(precision):
         case = Case("audio", num_text=num_text)
         q, k, v = case.make_inputs()
         layout = raster_layout(case.sequence)
-        images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision)
+        images = reference.pack_tiles(
+            q, k, v, layout.slot_row, layout.valid_count, precision, "mean"
+        )
         kept = (
-            route.keep_best(route.score_tiles(images.q_mean, images.k_mean), layout, 1),
+            keep_tiles(mean_scores(images), layout, 1),
             route.keep_all(layout, case.num_heads),
         )
         sparse, full = (
@@ -213,7 +217,7 @@ def test_a_nan_in_v_is_not_hidden():
     q, k, v = case.make_inputs()
     v[0, 5, 5] = float("nan")
     layout = raster_layout(case.sequence)
-    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate")
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate", "mean")
     bits = route.keep_all(layout, case.num_heads).bits
     out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
     assert out[:, 0].isnan().any()
@@ -224,7 +228,7 @@ def test_faithful_groups_scales_as_sage_does():
     case = CASES[0]
     q, k, v = case.make_inputs()
     layout = packed_layout(case.sequence)
-    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "faithful")
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "faithful", "none")
     # rows r and r + 8 of each 16 share a Q scale: amax over both and all channels
     rows = q[0, :16].float().abs().amax(1)
     expected = torch.maximum(rows[:8], rows[8:]) / 127 + 1e-7
@@ -241,7 +245,7 @@ def test_accurate_images_dequantise_to_the_rotated_centred_values():
     case = CASES[1]
     q, k, v = (x.float() for x in case.make_inputs())
     layout = raster_layout(case.sequence)
-    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate")
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate", "mean")
     slot = layout.row_slot.long()
     q_back = (images.q * images.q_scale[..., None]).flatten(1, 2)[:, slot]
     error = (q_back - reference.hadamard(q)).abs() / images.q_scale.flatten(1)[:, slot, None]

@@ -30,8 +30,8 @@ def make_images(q, q_scale, k, k_scale, v, *, is_e4m3, v_tile_scale=None) -> Til
         v_tile_scale=v_tile_scale[None],
         v_channel_scale=torch.ones(1, 128),
         v_is_e4m3=torch.tensor([is_e4m3]),
-        q_mean=torch.zeros(1, 1, 128),
-        k_mean=torch.zeros(1, num_kv_tiles, 128),
+        q_pool=torch.zeros(1, 1, 0, 128),
+        k_pool=torch.zeros(1, num_kv_tiles, 0, 128),
     )
 
 

@@ -9,8 +9,9 @@ import torch
 from nox_kernels import reference
 from nox_kernels.layout import TileShape, raster_layout, window_layout
 from nox_kernels.reference import pool_tiles
-from nox_kernels.route import Selection, keep_all, keep_best, num_kept, score_tiles
+from nox_kernels.route import Selection, keep_all, num_kept, score_tiles
 from nox_kernels.sequence import Segment, Sequence, TokenGrid, t2va_sequence
+from tests.cases import keep_tiles
 
 INF, NAN = float("inf"), float("nan")
 
@@ -144,41 +145,69 @@ def test_a_budget_is_a_plain_int():
 # ---- pooling and scores ----
 
 
+def pool(tiles, count, pooling="mean"):
+    """Pool [H, N, T, D] tiles whose rows past count[n] lie in slots that hold no row."""
+    num_tiles, tile = tiles.shape[1:3]
+    slot = torch.arange(num_tiles * tile)
+    is_row = slot % tile < count.repeat_interleave(tile)
+    return pool_tiles(tiles.flatten(1, 2), torch.where(is_row, slot, -1).int(), count, pooling)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_pooling_is_the_mean_of_the_real_rows(dtype):
+def test_pooling_takes_mean_extremes_and_variance_of_the_real_rows(dtype):
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(3, 5, 64, 16, generator=generator) + 1.5).to(dtype)
     count = torch.tensor([64, 1, 48, 63, 0], dtype=torch.int32)
-    pooled = pool_tiles(x, count)
+    pooled = pool(x, count, "variance")
     assert pooled.dtype == torch.float32
-    assert pooled.shape == (3, 5, 16)
-    for tile_idx, rows in enumerate(count.tolist()):
-        mean = x[:, tile_idx, :rows].double().sum(dim=1) / max(rows, 1)
-        torch.testing.assert_close(pooled[:, tile_idx].double(), mean, rtol=2e-6, atol=2e-6)
+    assert pooled.shape == (3, 5, 4, 16)
+    for tile_idx, num_rows in enumerate(count.tolist()):
+        rows = x[:, tile_idx, :num_rows].double()
+        expected = torch.zeros(3, 4, 16, dtype=torch.float64)
+        if num_rows:
+            expected = torch.stack(
+                (rows.mean(1), rows.amax(1), rows.amin(1), rows.var(1, correction=0)), dim=1
+            )
+        torch.testing.assert_close(pooled[:, tile_idx].double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_fewer_statistics_are_the_first_of_all_of_them():
+    x = torch.randn(2, 3, 8, 4, generator=torch.Generator().manual_seed(3))
+    count = torch.tensor([5, 8, 0], dtype=torch.int32)
+    full = pool(x, count, "variance")
+    for pooling, num_stats in (("none", 0), ("mean", 1), ("extremes", 3)):
+        assert torch.equal(pool(x, count, pooling), full[:, :, :num_stats])
 
 
 @pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
-def test_padding_never_reaches_the_mean(junk):
+def test_rows_in_no_slot_never_reach_a_statistic(junk):
     x = torch.ones(2, 3, 8, 4)
     x[:, 0, 5:] = junk
     x[:, 2] = junk
-    pooled = pool_tiles(x, torch.tensor([5, 8, 0], dtype=torch.int32))
-    assert torch.equal(pooled[:, :2], torch.ones(2, 2, 4))
-    assert torch.equal(pooled[:, 2], torch.zeros(2, 4))
+    pooled = pool(x, torch.tensor([5, 8, 0], dtype=torch.int32), "variance")
+    assert torch.equal(pooled[:, :2, :3], torch.ones(2, 2, 3, 4))
+    assert torch.equal(pooled[:, :2, 3], torch.zeros(2, 2, 4))
+    assert torch.equal(pooled[:, 2], torch.zeros(2, 4, 4))
 
 
-def test_the_mean_is_accumulated_in_float32():
+def test_the_mean_of_bfloat16_rows_is_exact():
     # 1 + 2^-7 is a bfloat16; a bfloat16 running sum of 128 of them would stop growing early.
     x = torch.full((1, 1, 128, 2), 1.0078125, dtype=torch.bfloat16)
     assert torch.equal(
-        pool_tiles(x, torch.tensor([128], dtype=torch.int32)), torch.full((1, 1, 2), 1.0078125)
+        pool(x, torch.tensor([128], dtype=torch.int32)), torch.full((1, 1, 1, 2), 1.0078125)
     )
+    # one row outweighs the others by more than float32 holds, and is taken back again
+    x = torch.ones(1, 1, 4, 1, dtype=torch.bfloat16)
+    x[0, 0, 0], x[0, 0, 3] = 2.0**30, -(2.0**30)
+    assert float(pool(x, torch.tensor([4], dtype=torch.int32))) == 0.5
 
 
-def test_pooling_accepts_strided_tiles():
-    x = torch.randn(8, 4, 3, 2, generator=torch.Generator().manual_seed(1)).permute(3, 1, 0, 2)
-    count = torch.tensor([8, 8, 3, 0], dtype=torch.int32)
-    assert torch.equal(pool_tiles(x, count), pool_tiles(x.contiguous(), count))
+def test_pooling_accepts_strided_rows():
+    x = torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(1)).permute(2, 0, 1)
+    slot_row = torch.tensor([3, 1, 7, -1, 0, 2, -1, -1], dtype=torch.int32)
+    count = torch.tensor([3, 2], dtype=torch.int32)
+    expected = pool_tiles(x.contiguous(), slot_row, count, "variance")
+    assert torch.equal(pool_tiles(x, slot_row, count, "variance"), expected)
 
 
 def test_a_score_is_the_plain_dot_product_of_two_means():
@@ -248,7 +277,7 @@ def test_keep_best_equals_a_sorted_loop(make_case, kind):
     case = make_case()
     for seed, budget in enumerate([1, 2, 3, 5, 8, 13, 14, 15, 16, 40, 1000]):
         scores = random_scores(case, 2, seed, kind)
-        selection = keep_best(scores.clone(), case.layout, budget)
+        selection = keep_tiles(scores.clone(), case.layout, budget)
         assert selection.bits.dtype == torch.int32
         assert selection.bits.shape == (2, case.num_query_tiles, -(-case.num_kv_tiles // 32))
         mask = selection.mask(case.num_kv_tiles)
@@ -260,7 +289,7 @@ def test_forced_tiles_are_on_top_of_the_budget(make_case):
     case = make_case()
     scores = random_scores(case, 2, 7, "plain")
     budget = 2
-    mask = keep_best(scores, case.layout, budget).mask(case.num_kv_tiles)
+    mask = keep_tiles(scores, case.layout, budget).mask(case.num_kv_tiles)
     for i in range(case.num_query_tiles):
         if i in case.audio_query_tiles:
             continue
@@ -276,10 +305,10 @@ def test_tail_scores_do_not_matter():
     scores = random_scores(case, 1, 5, "plain")
     other = scores.clone()
     other[:, :, case.tail] = 1e9
-    bits = keep_best(scores, case.layout, 4).bits
-    assert torch.equal(keep_best(other, case.layout, 4).bits, bits)
+    bits = keep_tiles(scores, case.layout, 4).bits
+    assert torch.equal(keep_tiles(other, case.layout, 4).bits, bits)
     other[:, :, case.tail] = NAN
-    assert torch.equal(keep_best(other, case.layout, 4).bits, bits)
+    assert torch.equal(keep_tiles(other, case.layout, 4).bits, bits)
 
 
 def test_an_own_tile_with_the_best_score_does_not_use_the_budget():
@@ -287,7 +316,7 @@ def test_an_own_tile_with_the_best_score_does_not_use_the_budget():
     scores = torch.zeros(1, case.num_query_tiles, case.num_kv_tiles)
     for i in range(case.num_video_query_tiles):
         scores[0, i, 2 * i : 2 * i + 2] = 100.0
-    mask = keep_best(scores, case.layout, 3).mask(case.num_kv_tiles)
+    mask = keep_tiles(scores, case.layout, 3).mask(case.num_kv_tiles)
     assert mask[0, 4].nonzero().flatten().tolist() == [0, 1, 2, 8, 9, 16, 17, 18, 19]
 
 
@@ -296,7 +325,7 @@ def test_equal_scores_keep_the_lowest_tiles(value):
     # N4. Query tile 0 owns tiles 0 and 1, query tile 7 owns 14 alone (15 is empty).
     case = CASES["an empty KV tile"]()
     scores = torch.full((1, case.num_query_tiles, case.num_kv_tiles), value)
-    mask = keep_best(scores, case.layout, 3).mask(case.num_kv_tiles)
+    mask = keep_tiles(scores, case.layout, 3).mask(case.num_kv_tiles)
     tail = [16, 17, 18, 19]
     assert mask[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, *tail]
     assert mask[0, 1].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, *tail]
@@ -308,7 +337,7 @@ def test_minus_zero_ties_with_zero():
     case = CASES["an empty KV tile"]()
     scores = torch.zeros(1, case.num_query_tiles, case.num_kv_tiles)
     scores[:, :, ::2] = -0.0
-    mask = keep_best(scores, case.layout, 3).mask(case.num_kv_tiles)
+    mask = keep_tiles(scores, case.layout, 3).mask(case.num_kv_tiles)
     assert mask[0, 8].nonzero().flatten().tolist() == [0, 1, 2, 16, 17, 18, 19]
 
 
@@ -318,14 +347,14 @@ def test_infinite_scores_rank_below_every_finite_one():
     scores[:, :, 9] = torch.finfo(torch.float32).min
     scores[:, :, 11] = NAN
     scores[:, :, 12] = 2.0
-    mask = keep_best(scores, case.layout, 3).mask(case.num_kv_tiles)
+    mask = keep_tiles(scores, case.layout, 3).mask(case.num_kv_tiles)
     assert mask[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 9, 12, 16, 17, 18, 19]
 
 
 def test_a_tile_with_a_non_finite_score_stays_eligible():
     case = CASES["an empty KV tile"]()
     scores = torch.full((1, case.num_query_tiles, case.num_kv_tiles), NAN)
-    mask = keep_best(scores, case.layout, 1000).mask(case.num_kv_tiles)
+    mask = keep_tiles(scores, case.layout, 1000).mask(case.num_kv_tiles)
     assert torch.all(mask[:, :, case.video])
 
 
@@ -336,8 +365,8 @@ def test_an_empty_kv_tile_is_never_kept(make_case):
     empty = [j for j, tile in enumerate(case.tiles) if tile == "...."]
     scores[:, :, empty] = 1e9
     for selection in (
-        keep_best(scores, case.layout, 1),
-        keep_best(scores, case.layout, 1000),
+        keep_tiles(scores, case.layout, 1),
+        keep_tiles(scores, case.layout, 1000),
         keep_all(case.layout, 2),
     ):
         assert not torch.any(selection.mask(case.num_kv_tiles)[:, :, empty])
@@ -348,7 +377,7 @@ def test_query_tiles_with_target_audio_are_dense_and_text_ones_are_routed():
     # 70 tokens: query tiles 0..8; tail tiles 9..12, the two audio rows sit in tiles 11 and 12.
     assert case.audio_query_tiles == [11, 12]
     assert tuple(case.layout.audio_query_tiles) == (11, 12)
-    mask = keep_best(random_scores(case, 1, 1, "plain"), case.layout, 2).mask(case.num_kv_tiles)
+    mask = keep_tiles(random_scores(case, 1, 1, "plain"), case.layout, 2).mask(case.num_kv_tiles)
     for i in (11, 12):
         assert torch.all(mask[0, i, case.video + case.tail])
     for i in (9, 10):
@@ -369,7 +398,7 @@ def test_keep_all_keeps_every_tile_that_holds_a_row(make_case):
 def test_a_budget_of_every_candidate_keeps_all(make_case):
     case = make_case()
     scores = random_scores(case, 2, 3, "hostile")
-    best = keep_best(scores, case.layout, max(1, len(case.video)))
+    best = keep_tiles(scores, case.layout, max(1, len(case.video)))
     assert torch.equal(best.bits, keep_all(case.layout, 2).bits)
 
 
@@ -378,7 +407,7 @@ def test_the_short_official_clip_keeps_90_video_tiles_and_89_in_its_last_row():
     layout = raster_layout(t2va_sequence(1344, 768, 124, 594))
     scores = torch.randn(1, 300, 600, generator=torch.Generator().manual_seed(0))
     scores[:, :, 583] = 1e9
-    mask = keep_best(scores, layout, num_kept(0.15, layout.num_video_kv_tiles)).mask(600)
+    mask = keep_tiles(scores, layout, num_kept(0.15, layout.num_video_kv_tiles)).mask(600)
     video = mask[0, :, :584].sum(dim=1).tolist()
     assert video[:291] == [90] * 291
     assert 90 * 64 == 5760
@@ -395,13 +424,15 @@ def test_the_short_official_clip_keeps_90_video_tiles_and_89_in_its_last_row():
 # ---- the whole route ----
 
 
+def means(layout, q, k):
+    """[H, S, D] tensors in packed order -> means of query tiles and of KV tiles."""
+    q_mean = pool_tiles(q, layout.slot_row, real_rows(layout, layout.query_tile), "mean")
+    return q_mean[:, :, 0], pool_tiles(k, layout.slot_row, layout.valid_count, "mean")[:, :, 0]
+
+
 def route(layout, q, k, budget):
     """[H, S, D] tensors in packed order -> Selection."""
-    q_mean = pool_tiles(
-        to_tiles(layout, q, layout.query_tile), real_rows(layout, layout.query_tile)
-    )
-    k_mean = pool_tiles(to_tiles(layout, k, layout.kv_tile), layout.valid_count)
-    return keep_best(score_tiles(q_mean, k_mean), layout, budget)
+    return keep_tiles(score_tiles(*means(layout, q, k)), layout, budget)
 
 
 @pytest.mark.parametrize("window", [None, (2, 2, 2)])
@@ -433,15 +464,14 @@ def test_one_head_alone_gets_the_same_bits_as_in_its_group(dtype):
     generator = torch.Generator().manual_seed(5)
     q, k = (torch.randn(6, 804, 128, generator=generator).to(dtype) for _ in range(2))
     layout = case.layout
-    q_tiles, k_tiles = to_tiles(layout, q, 8), to_tiles(layout, k, 4)
-    q_mean = pool_tiles(q_tiles, real_rows(layout, 8))
-    k_mean = pool_tiles(k_tiles, layout.valid_count)
+    q_mean, k_mean = means(layout, q, k)
     scores = score_tiles(q_mean, k_mean)
-    bits = keep_best(scores, layout, 17).bits
+    bits = keep_tiles(scores, layout, 17).bits
     for head_idx in range(6):
         one = slice(head_idx, head_idx + 1)
-        assert torch.equal(pool_tiles(q_tiles[one], real_rows(layout, 8)), q_mean[one])
-        assert torch.equal(pool_tiles(k_tiles[one], layout.valid_count), k_mean[one])
+        own_q_mean, own_k_mean = means(layout, q[one], k[one])
+        assert torch.equal(own_q_mean, q_mean[one])
+        assert torch.equal(own_k_mean, k_mean[one])
         assert torch.equal(score_tiles(q_mean[one], k_mean[one]), scores[one])
-        assert torch.equal(keep_best(scores[one], layout, 17).bits, bits[one])
+        assert torch.equal(keep_tiles(scores[one], layout, 17).bits, bits[one])
         assert torch.equal(route(layout, q[one], k[one], 17).bits, bits[one])

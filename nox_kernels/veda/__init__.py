@@ -1,0 +1,1 @@
+"""Veda: routes by a trained predictor's tile scores."""
