@@ -2,20 +2,27 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import layout_files
+from . import model_folders
 from .attention import NoxAttention
 from .dense_control import NoxDenseControl
 from .load_h3 import NoxLoadH3
+from .load_veda_predictor import NoxLoadVedaPredictor
 from .save_video import NoxSaveVideo
 
 
 class NoxExtension(ComfyExtension):
-    """Registers the nodes and the folder of layout tables."""
+    """Registers the nodes and the folders of our files."""
 
     async def on_load(self) -> None:
         """Called once, when ComfyUI loads the pack."""
-        layout_files.register_folder()
+        model_folders.register()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Every node, in the order of the menu."""
-        return [NoxLoadH3, NoxAttention, NoxDenseControl, NoxSaveVideo]
+        return [
+            NoxLoadH3,
+            NoxLoadVedaPredictor,
+            NoxAttention,
+            NoxDenseControl,
+            NoxSaveVideo,
+        ]

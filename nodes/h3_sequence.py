@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..nox_kernels.errors import RequestError
-from ..nox_kernels.sequence import Segment, Sequence, TokenGrid
+from ..nox_kernels.sequence import Segment, Sequence, TokenGrid, grid_of_positions
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,21 @@ def model_shape(model) -> ModelShape:
     return ModelShape(len(blocks), attention.heads, attention.head_dim)
 
 
+def grid_of_latent(shape: tuple[int, ...]) -> TokenGrid:
+    """Token grid of a video latent [1, 24, T, H, W], which H3 pads to whole tokens."""
+    t, h, w = shape[-3:]
+    return TokenGrid(t, (h + 1) // 2, (w + 1) // 2)
+
+
 def sequence_of(layout) -> Sequence:
     """ComfyUI's packed layout as a Sequence."""
     _, latent_t, latent_h, latent_w, _ = layout.signature
-    return Sequence(
-        tuple(Segment(*segment) for segment in layout.segments),
-        TokenGrid(latent_t, latent_h // 2, latent_w // 2),
-    )
+    segments = []
+    for start, stop, kind in layout.segments:
+        is_visual = kind in ("cond", "ref_img", "video") and stop > start
+        grid = grid_of_positions(layout.position_ids[start:stop]) if is_visual else None
+        segments.append(Segment(start, stop, kind, grid))
+    return Sequence(tuple(segments), TokenGrid(latent_t, latent_h // 2, latent_w // 2))
 
 
 def find_layout(x: list[torch.Tensor], context: torch.Tensor, payload: dict | None):

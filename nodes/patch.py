@@ -29,6 +29,7 @@ SESSION = "nox_session"  # attachment: the Nox H3 Attention node that applies
 DENSE_REQUEST = "nox_dense_request"  # attachment: what Nox Dense Steps and Blocks asks
 RUN = "nox_run"  # transformer option: the run, set at its start
 FORWARD = "nox_forward"  # transformer option: the model evaluation
+PREDICTOR = "nox_veda"  # additional model: what scores tiles in mode veda
 OVERRIDE = "optimized_attention_override"
 
 
@@ -94,12 +95,15 @@ def _install(clone) -> None:
                 blocks[name] = patch.previous
     for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         clone.remove_wrappers_with_key(kind, KEY)
+    clone.remove_additional_models(PREDICTOR)
     if session is None and clone.get_attachment(DENSE_REQUEST) is None:
         return
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample)
     if session is None:
         return
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _diffusion_model)
+    if session.predictor is not None:  # ComfyUI loads and unloads it with the model
+        clone.set_additional_models(PREDICTOR, [session.predictor])
     for layer_idx in range(session.shape.num_layers):
         previous = blocks.get(("double_block", layer_idx))
         patch = BlockPatch(session, layer_idx, previous)
@@ -120,12 +124,13 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
     session = patcher.get_attachment(SESSION)
     if session is None:
         log.warning(
-            "Nox Dense Steps and Blocks does nothing here: no Nox H3 Attention in mode sage or "
-            "sparse is on this model."
+            "Nox Dense Steps and Blocks does nothing here: no Nox H3 Attention in mode sage, "
+            "sparse or veda is on this model."
         )
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     options = guider.model_options["transformer_options"]  # a copy for this run
     _refuse_conflicts(session, options)
+    _refuse_geometry(session, kwargs.get("latent_shapes"))
     run = Run.start(
         session,
         patcher.get_attachment(DENSE_REQUEST),
@@ -160,6 +165,20 @@ def _refuse_conflicts(session: Session, options: dict) -> None:
             )
 
 
+def _refuse_geometry(session: Session, latent_shapes: list | None) -> None:
+    """Stop before the model is loaded where the predictor does not know the clip.
+
+    A plan would refuse it too, at the first evaluation.
+    """
+    if session.predictor is None or session.request.on_unknown_geometry != "error":
+        return
+    if latent_shapes:
+        grid = h3_sequence.grid_of_latent(latent_shapes[0])
+        info = session.predictor.model.info
+        if info.plan_for(grid) is None:
+            raise RequestError(info.unknown_geometry(grid))
+
+
 def _diffusion_model(executor, x, timestep, context, transformer_options=None, *args, **kwargs):
     """Around one model evaluation: note its sigma and packed layout for the block patches."""
     options = transformer_options or {}
@@ -168,7 +187,10 @@ def _diffusion_model(executor, x, timestep, context, transformer_options=None, *
         run.num_forwards += 1
         layout = h3_sequence.find_layout(x, context, kwargs.get("minimax_payload"))
         # one read back from the device for all blocks
-        options = {**options, FORWARD: Forward(run, float(options["sigmas"][0]), layout)}
+        forward = Forward(run, float(options["sigmas"][0]), layout)
+        if run.num_forwards == 1:
+            status.describe_plan(run.session, forward.plan(None, x[0].device))
+        options = {**options, FORWARD: forward}
     return executor(x, timestep, context, options, *args, **kwargs)
 
 

@@ -14,8 +14,9 @@ from ..nox_kernels.errors import NoKernelError
 from ..nox_kernels.plan import LayerPlan, Plan, make_plan
 from ..nox_kernels.request import DenseRequest
 from ..nox_kernels.schedule import Schedule
+from ..nox_kernels.sequence import Sequence
 from .h3_sequence import sequence_of
-from .session import Report, Session
+from .session import Report, Session, VedaUse
 
 log = logging.getLogger("nox")
 
@@ -31,6 +32,7 @@ class Run:
         calls: Attention calls so far by (kind, reason), see `Report`.
         num_forwards: Model evaluations so far.
         kernel: What computed last.
+        veda: The predictor in use, where a plan uses one.
     """
 
     session: Session
@@ -39,6 +41,7 @@ class Run:
     calls: Counter = field(default_factory=Counter)
     num_forwards: int = 0
     kernel: str = "ComfyUI"
+    veda: VedaUse | None = None
     _plans: dict = field(default_factory=dict)
     _refusals: dict = field(default_factory=dict)
     _kept: list[float] = field(default_factory=list)
@@ -55,7 +58,9 @@ class Run:
     ) -> "Run":
         """Resolve what depends on the run's sigmas, once."""
         dense_request = dense_request or DenseRequest()
-        schedule = Schedule.resolve(tuple(sigmas.tolist()), dense_request, percent_to_sigma)
+        schedule = Schedule.resolve(
+            tuple(sigmas.tolist()), dense_request, percent_to_sigma, session.request.mode
+        )
         return cls(session, dense_request, schedule)
 
     def plan(self, layout, device: torch.device) -> Plan:
@@ -64,17 +69,24 @@ class Run:
         key = (sequence.key, device)
         with self._lock:
             if key not in self._plans:
-                self._plans[key] = make_plan(
-                    self.session.request,
-                    self.dense_request,
-                    sequence,
-                    self.session.table,
-                    self.schedule,
-                    num_layers=self.session.shape.num_layers,
-                    num_heads=self.session.shape.num_heads,
-                    device=device,
-                )
+                plan = self._plans[key] = self._make_plan(sequence, device)
+                if plan.veda_plan is not None:
+                    self.veda = VedaUse.of(plan, self.session.predictor.model.info)
             return self._plans[key]
+
+    def _make_plan(self, sequence: Sequence, device: torch.device) -> Plan:
+        session = self.session
+        return make_plan(
+            session.request,
+            self.dense_request,
+            sequence,
+            session.table,
+            self.schedule,
+            num_layers=session.shape.num_layers,
+            num_heads=session.shape.num_heads,
+            device=device,
+            predictor=session.predictor.model if session.predictor else None,
+        )
 
     def why_no_kernel(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why nothing of ours can compute on these tensors; None if something can."""
@@ -92,7 +104,7 @@ class Run:
         with self._lock:
             self.calls[kind, reason] += 1
             first_decline = kind == "declined" and self.calls[kind, reason] == 1
-            if kind == "sparse" and layer is not None:
+            if kind in ("sparse", "veda") and layer is not None:
                 self._kept.append(layer.kept_share)
         if first_decline:
             log.warning("Nox: ComfyUI's own attention runs instead: %s.", reason)
@@ -104,6 +116,7 @@ class Run:
             return None
         return Report(
             request=self.session.request,
+            veda=self.veda,
             calls=dict(self.calls),
             kept_share=sum(self._kept) / len(self._kept) if self._kept else None,
             kernel=self.kernel,

@@ -1,9 +1,14 @@
 """Session: what a Nox H3 Attention node asks, and the reports of the runs with it."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from comfy.model_patcher import ModelPatcher
 
 from ..nox_kernels.layout_table import LayoutTable
+from ..nox_kernels.plan import Plan
 from ..nox_kernels.request import AttentionRequest
+from ..nox_kernels.veda.budget import Budget
+from ..nox_kernels.veda.bundle_info import BundleInfo
 from .h3_sequence import ModelShape
 from .prompt import executing, fingerprints, is_link, running_prompt, written
 
@@ -23,20 +28,46 @@ REASONS = {
 
 
 @dataclass(frozen=True)
+class VedaUse:
+    """A Veda predictor in a run.
+
+    Attributes:
+        predictor: Its file.
+        plan: Its plan for the clip.
+        budget: In force, such as "10 %" or "32 tiles".
+        provenance: Where its weights come from; "" if the file does not say.
+    """
+
+    predictor: str
+    plan: str
+    budget: str
+    provenance: str
+
+    @classmethod
+    def of(cls, plan: Plan, info: BundleInfo) -> "VedaUse":
+        """What a plan uses of a predictor."""
+        ratio = plan.request.veda_keep_ratio
+        budget = Budget("ratio", ratio) if ratio else info.target_budget
+        return cls(info.name, plan.veda_plan.name, str(budget), info.provenance)
+
+
+@dataclass(frozen=True)
 class Report:
     """What really ran.
 
     Attributes:
         request: What the user asked.
-        calls: Attention calls by (kind, reason); kind is "sparse", "sage", "native" (the user
-            wanted the host's own attention there) or "declined" (it stepped in).
-        kept_share: Share of tile pairs computed in the sparse calls; None without any.
+        veda: The predictor in use; None in other modes, and where it had no plan.
+        calls: Attention calls by (kind, reason); kind is that of `plan.Decision` ("native": the
+            user wanted the host's own attention there) or "declined" (it stepped in).
+        kept_share: Share of tile pairs computed in the routed calls; None without any.
         kernel: The implementation that computed, with its note.
         num_forwards: Model evaluations.
         seconds: Duration of the sampling run.
     """
 
     request: AttentionRequest
+    veda: VedaUse | None
     calls: dict[tuple[str, str], int]
     kept_share: float | None
     kernel: str
@@ -53,33 +84,49 @@ class Report:
         return ", ".join(f"{n} {REASONS.get(reason, reason)}" for n, reason in counts)
 
     @property
+    def _kind(self) -> str:
+        """The kind of call that the user asked for."""
+        mode = self.request.mode
+        if mode == "veda" and self.veda is None:
+            mode = self.request.on_unknown_geometry
+        return "native" if mode == "dense" else mode
+
+    @property
+    def _setting(self) -> str:
+        request = self.request
+        sparse = f"sparse {100 * request.keep_ratio:.0f} %, {request.layout}"
+        if request.mode != "veda":
+            return sparse if request.mode == "sparse" else request.mode
+        if self.veda is not None:
+            return f"veda {self.veda.budget}, {self.veda.predictor}, plan {self.veda.plan}"
+        return f"veda without a plan, so {sparse if self._kind == 'sparse' else 'dense'}"
+
+    @property
     def line(self) -> str:
         """One line for the log and the saver."""
-        total = sum(self.calls.values())
-        request = self.request
-        if request.mode == "sparse":
-            setting = f"sparse {100 * request.keep_ratio:.0f} %, {request.layout}"
-            share = f" ({100 * self.kept_share:.1f} % of tiles)" if self.kept_share else ""
-            parts = [f"{self.count('sparse')} of {total} attention calls sparse{share}"]
-            other = {"sage": "dense", "native": "native"}
-        else:
-            setting = "sage"
-            parts = [f"{self.count('sage')} of {total} attention calls INT8"]
-            other = {"native": "native"}
-        other["declined"] = "left to ComfyUI's own attention"
+        total, kind = sum(self.calls.values()), self._kind
+        word = {"sage": "INT8", "native": "native"}.get(kind, kind)
+        share = f" ({100 * self.kept_share:.1f} % of tiles)" if self.kept_share else ""
+        parts = [f"{self.count(kind)} of {total} attention calls {word}{share}"]
+        others = {
+            "sage": "dense",
+            "native": "native",
+            "declined": "left to ComfyUI's own attention",
+        }
         parts += [
-            f"{self.count(kind)} {name} ({self._reasons(kind)})"
-            for kind, name in other.items()
-            if self.count(kind)
+            f"{self.count(other)} {name} ({self._reasons(other)})"
+            for other, name in others.items()
+            if other != kind and self.count(other)
         ]
-        return f"Nox {setting}, {request.precision}: {'; '.join(parts)}; computed by {self.kernel}"
+        precision = self.request.precision
+        return f"Nox {self._setting}, {precision}: {'; '.join(parts)}; computed by {self.kernel}"
 
     @property
     def badge(self) -> str:
         """At most two lines of thirty characters, shown on the node."""
-        mode = self.request.mode
+        kind = self._kind
         # the page may join the lines, so the first ends like one
-        first = f"{self.count(mode)} of {sum(self.calls.values())} calls {mode}."
+        first = f"{self.count(kind)} of {sum(self.calls.values())} calls {kind}."
         if self.count("declined"):
             return f"{first}\n{self.count('declined')} by ComfyUI: see the log"
         if self.kept_share:
@@ -93,6 +140,7 @@ class Report:
             "keep_ratio": self.request.keep_ratio,
             "layout": self.request.layout,
             "precision": self.request.precision,
+            "veda": asdict(self.veda) if self.veda else None,
             "calls": [
                 {"kind": kind, "reason": reason, "count": n}
                 for (kind, reason), n in self.calls.items()
@@ -111,6 +159,7 @@ class Session:
     Attributes:
         request: What the node asks.
         table: Layout of every head.
+        predictor: Of mode veda, around a `VedaPredictor`.
         shape: Of the model.
         node_id: The node.
         announced_in: The prompt in which the user was last told what computes.
@@ -118,6 +167,7 @@ class Session:
 
     request: AttentionRequest
     table: LayoutTable
+    predictor: ModelPatcher | None
     shape: ModelShape
     node_id: str
     announced_in: str | None = None
@@ -158,7 +208,7 @@ def lines_and_reports(prompt: dict | None, node_id: str) -> tuple[list[str], lis
         inputs = prompt[node].get("inputs", {})
         if prompt[node].get("class_type") == "NoxAttention":
             # the last one of a chain wins, so what stands before it says nothing
-            is_asked |= inputs.get("mode") in ("sage", "sparse")
+            is_asked |= inputs.get("mode") in ("sage", "sparse", "veda")
             continue
         queue += [str(value[0]) for value in inputs.values() if is_link(value)]
     keys = fingerprints(prompt)

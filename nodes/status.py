@@ -5,9 +5,11 @@ import logging
 import torch
 
 from ..nox_kernels.errors import NoKernelError
+from ..nox_kernels.plan import Plan
+from ..nox_kernels.veda.bundle_info import BundleInfo
 from .prompt import executing
 from .run import pick_kernel
-from .session import Report, Session
+from .session import Report, Session, VedaUse
 
 log = logging.getLogger("nox")
 
@@ -19,6 +21,46 @@ def show(node_id: str, text: str) -> None:
     server = getattr(PromptServer, "instance", None)
     if server is not None:
         server.send_progress_text(text, node_id)
+
+
+def describe_predictor(node_id: str, info: BundleInfo) -> None:
+    """Say what a predictor is, on the node that loaded it."""
+    log.info(
+        "Nox: Veda predictor %s keeps %s and knows %d canvases and lengths%s.",
+        info.name,
+        info.target_budget,
+        len(info.plans),
+        f" ({info.provenance})" if info.provenance else "",
+    )
+    plans = f"{len(info.plans)} plan{'s' if len(info.plans) > 1 else ''}"
+    kind, step = info.metadata.get("source_weights"), info.metadata.get("step")
+    weights = [f"{kind} weights" if kind else "", f"step {step}" if step else ""]
+    second = ", ".join(filter(None, weights))
+    show(node_id, _lines(f"keeps {info.target_budget}, {plans}.", second))
+
+
+def describe_plan(session: Session, plan: Plan) -> None:
+    """Say before a run what was decided for its clip, and what speaks against it."""
+    for warning in plan.warnings:
+        log.warning("Nox: %s", warning)
+    if plan.veda_plan is None:
+        return
+    use = VedaUse.of(plan, session.predictor.model.info)
+    share = f"{100 * plan.kept_share:.1f} %"
+    log.info(
+        "Nox: Veda plan %s fits this clip; a budget of %s, all told %s of tile pairs%s.",
+        use.plan,
+        use.budget,
+        share,
+        f" ({use.provenance})" if use.provenance else "",
+    )
+    second = "outside its training: see log" if plan.warnings else f"budget {use.budget}"
+    show(session.node_id, _lines(f"{use.plan} fits: {share} of tiles.", second))
+
+
+def _lines(*lines: str) -> str:
+    """At most thirty characters each, as the node has room for."""
+    return "\n".join(line if len(line) <= 30 else line[:29] + "~" for line in lines if line)
 
 
 def announce(session: Session, device: torch.device) -> None:
@@ -47,7 +89,7 @@ def announce(session: Session, device: torch.device) -> None:
 
 def report(node_id: str, result: Report) -> None:
     """Say what a run did: one line in the log, the badge on the node."""
-    computed = result.count("sparse") + result.count("sage") + result.count("native")
+    computed = sum(result.count(kind) for kind in ("sparse", "veda", "sage", "native"))
     level = logging.INFO if computed else logging.ERROR
     log.log(level, "%s", result.line)
     show(node_id, result.badge)

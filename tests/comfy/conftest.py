@@ -26,6 +26,10 @@ sys.path.insert(0, str(HERE / "support"))
 import comfy_graphs as graphs  # noqa: E402
 from comfy_host import Host  # noqa: E402
 
+from nox_kernels.veda.budget import Budget  # noqa: E402
+from nox_kernels.veda.bundle import write_bundle  # noqa: E402
+from nox_kernels.veda.synthetic import random_bundle, random_plan  # noqa: E402
+
 FOLDER = "nox-h3"
 
 
@@ -145,6 +149,8 @@ def _make_models(models: Path, python: Path, environment: dict[str, str]) -> Non
     shutil.copy(loras / graphs.LORA, unets / "a_lora.safetensors")
     shutil.copy(unets / graphs.UNET, loras / "not_a_lora.safetensors")
     _make_layouts(models / "nox_layouts")
+    _make_predictors(models / "veda_predictors")
+    shutil.copy(loras / graphs.LORA, models / "veda_predictors" / "a_lora.safetensors")
 
 
 def _copy_renamed(source: Path, target: Path, endings: dict[str, str]) -> None:
@@ -184,3 +190,35 @@ def _make_layouts(folder: Path) -> None:
         (folder / name).write_text(json.dumps(content))
     (folder / "broken.json").write_text("{")
     (folder / "readme.txt").write_text("not a table")
+
+
+def _make_predictors(folder: Path) -> None:
+    folder.mkdir()
+    grids = {name: graphs.grid_of(canvas) for name, canvas in graphs.CANVASES.items()}
+    for name, layers, known, settings in (
+        ("tiny", 4, ("SMALL", "MEDIUM", "LARGE"), {}),
+        ("only_large", 4, ("LARGE",), {"dtype": "bfloat16"}),
+        ("other_model", 2, ("LARGE",), {}),
+        (
+            "tiled_conditions",
+            4,
+            ("SMALL", "MEDIUM", "LARGE"),
+            {
+                "target_budget": Budget("tiles", 1.5),
+                "condition_budget": Budget("tiles", 1.0),
+                "tile_conditions": True,
+                "second_order_rank": 4,
+                "count_term": True,
+            },
+        ),
+    ):
+        sizes = {"num_layers": layers, "num_heads": 4}
+        plans = [
+            random_plan(canvas.lower(), grids[canvas], ("4x8x4", "8x4x4", "2x8x8"), **sizes)
+            for canvas in known
+        ]
+        bundle = random_bundle(tuple(plans), **sizes, **settings)
+        write_bundle(folder / f"{name}.safetensors", bundle)
+    whole = (folder / "tiny.safetensors").read_bytes()
+    (folder / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
+    (folder / "readme.txt").write_text("not a predictor")

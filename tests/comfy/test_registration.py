@@ -8,7 +8,13 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-NODES = ["NoxLoadH3", "NoxAttention", "NoxDenseControl", "NoxSaveVideo"]
+NODES = [
+    "NoxLoadH3",
+    "NoxLoadVedaPredictor",
+    "NoxAttention",
+    "NoxDenseControl",
+    "NoxSaveVideo",
+]
 
 # name -> default, in the order of saved workflows, optional ones last; None for a socket
 INPUTS = {
@@ -18,12 +24,17 @@ INPUTS = {
         "lora_name": "none",
         "lora_strength": 1.0,
     },
+    "NoxLoadVedaPredictor": {"predictor_name": None},
     "NoxAttention": {
         "model": None,
         "mode": "sage",
         "budget": 15,
         "layout": "windows",
         "precision": "accurate",
+        "veda_budget": 0,
+        "on_unknown_geometry": "error",
+        "route_references": False,
+        "predictor": None,
     },
     "NoxDenseControl": {
         "model": None,
@@ -47,24 +58,28 @@ INPUTS = {
 }
 OUTPUTS = {
     "NoxLoadH3": (["MODEL", "INT"], ["MODEL", "steps"]),
+    "NoxLoadVedaPredictor": (["NOX_VEDA_PREDICTOR"], ["predictor"]),
     "NoxAttention": (["MODEL"], ["MODEL"]),
     "NoxDenseControl": (["MODEL"], ["MODEL"]),
     "NoxSaveVideo": (["VIDEO", "IMAGE", "STRING"], ["video", "last_frame", "path"]),
 }
 DISPLAY_NAMES = {
     "NoxLoadH3": "Nox Load MiniMax-H3",
+    "NoxLoadVedaPredictor": "Nox Load Veda Predictor",
     "NoxAttention": "Nox H3 Attention",
     "NoxDenseControl": "Nox Dense Steps and Blocks",
     "NoxSaveVideo": "Nox Save Video",
 }
 OPTIONS = {
     ("NoxLoadH3", "weight_dtype"): ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
-    ("NoxAttention", "mode"): ["sage", "sparse", "dense"],
+    ("NoxAttention", "mode"): ["sage", "sparse", "veda", "dense"],
+    ("NoxAttention", "on_unknown_geometry"): ["error", "sparse", "dense"],
     ("NoxAttention", "precision"): ["accurate", "faithful"],
     ("NoxDenseControl", "kernel"): ["sage", "native"],
 }
 RANGES = {
     ("NoxAttention", "budget"): (1, 100),
+    ("NoxAttention", "veda_budget"): (0, 100),
     ("NoxDenseControl", "first_steps"): (-1, 50),
     ("NoxDenseControl", "last_steps"): (0, 50),
     ("NoxDenseControl", "start_percent"): (0.0, 1.0),
@@ -74,6 +89,9 @@ ADVANCED = {
     ("NoxLoadH3", "weight_dtype"),
     ("NoxAttention", "layout"),
     ("NoxAttention", "precision"),
+    ("NoxAttention", "veda_budget"),
+    ("NoxAttention", "on_unknown_geometry"),
+    ("NoxAttention", "route_references"),
     ("NoxSaveVideo", "save_metadata"),
 }
 
@@ -152,10 +170,16 @@ def test_every_input_explains_itself(info):
     assert silent == []
 
 
-def test_layouts_are_the_shipped_two_and_then_the_users_files(info):
+def test_layouts_are_the_shipped_ones_and_then_the_users_files(info):
     options = options_of(inputs_of(info["NoxAttention"])["layout"])
-    assert options[:2] == ["windows", "raster"]
-    assert "mixed.json" in options[2:]
+    assert options[:3] == ["windows", "raster", "bands-v0"]
+    assert "mixed.json" in options[3:]
+    assert "readme.txt" not in options
+
+
+def test_predictors_are_the_users_safetensors_files(info):
+    options = options_of(inputs_of(info["NoxLoadVedaPredictor"])["predictor_name"])
+    assert "tiny.safetensors" in options
     assert "readme.txt" not in options
 
 
@@ -182,8 +206,9 @@ def test_every_workflow_is_a_template_with_a_thumbnail(host):
         assert host.get(f"{path}.jpg")[:2] == b"\xff\xd8"
 
 
-def test_layout_tables_have_a_folder_of_their_own(host):
-    assert "nox_layouts" in [folder["name"] for folder in host.get_json("/api/experiment/models")]
+def test_layout_tables_and_predictors_have_folders_of_their_own(host):
+    folders = [folder["name"] for folder in host.get_json("/api/experiment/models")]
+    assert {"nox_layouts", "veda_predictors"} <= set(folders)
 
 
 def test_importing_the_pack_changes_nothing(comfyui, venv_python, host_environment):

@@ -2,6 +2,8 @@
 
 import itertools
 
+from nox_kernels.sequence import token_grid
+
 UNET = "tiny_h3_dit.safetensors"
 CLIP = "tiny_h3_qwen3vl.safetensors"
 VIDEO_VAE = "tiny_h3_video_vae.safetensors"
@@ -33,10 +35,23 @@ def second(link: list) -> list:
     return [link[0], 1]
 
 
-def attention(mode="sage", *, budget=15, layout="windows", precision="accurate"):
-    """A Nox H3 Attention node, for `patches`."""
-    values = {"mode": mode, "budget": budget, "layout": layout, "precision": precision}
-    return "NoxAttention", values
+def attention(mode="sage", **values):
+    """A Nox H3 Attention node, for `patches`; `predictor` is the name of a file."""
+    defaults = {
+        "mode": mode,
+        "budget": 15,
+        "layout": "windows",
+        "precision": "accurate",
+        "veda_budget": 0,
+        "on_unknown_geometry": "error",
+        "route_references": False,
+    }
+    return "NoxAttention", defaults | values
+
+
+def veda(predictor="tiny.safetensors", **values):
+    """A Nox H3 Attention node in mode veda, with a predictor; for `patches`."""
+    return attention("veda", predictor=predictor, **values)
 
 
 def dense_control(**values):
@@ -74,6 +89,9 @@ def add_model(graph: Graph, *patches, unet=UNET) -> list:
     """A loaded model and the nodes that patch it, in this order."""
     model = graph.add("UNETLoader", unet_name=unet, weight_dtype="default")
     for class_type, values in patches:
+        if "predictor" in values:
+            loader = graph.add("NoxLoadVedaPredictor", predictor_name=values["predictor"])
+            values = values | {"predictor": loader}
         model = graph.add(class_type, model=model, **values)
     return model
 
@@ -119,6 +137,12 @@ SMALL = {"width": 256, "height": 128, "length": 22}
 MEDIUM = {"width": 256, "height": 256, "length": 22}
 # 12 x 8 x 10 = 960 video tokens, 15 KV tiles
 LARGE = {"width": 320, "height": 256, "length": 39}
+CANVASES = {"SMALL": SMALL, "MEDIUM": MEDIUM, "LARGE": LARGE}
+
+
+def grid_of(canvas: dict):
+    """Token grid of one of the canvases."""
+    return token_grid(canvas["width"], canvas["height"], canvas["length"])
 
 
 def latent_graph(*patches, canvas=SMALL, unet=UNET, tokens=16, negative=None, **sampling) -> Graph:
