@@ -70,7 +70,11 @@ class Result:
     @property
     def reports(self) -> list[str]:
         """The lines that Nox logs after a run of the sampler."""
-        return [line for line in self.log if line.startswith("Nox s") and "attention calls" in line]
+        return [
+            line
+            for line in self.log
+            if re.match("Nox (sage|sparse|veda) ?", line) and "attention calls" in line
+        ]
 
     @property
     def report(self) -> str:
