@@ -129,23 +129,23 @@ def pool_tiles(x: Tensor, slot_row: Tensor, valid_count: Tensor, pooling: str) -
     out = x.new_empty((x.shape[0], num_tiles, num_stats, x.shape[2]), dtype=torch.float32)
     if num_stats == 0:
         return out
-    tile = slot_row.shape[0] // num_tiles
+    slot = slot_row.view(num_tiles, -1)
+    is_padding = (slot < 0)[:, :, None]
+    # padding repeats a real row, which no extreme minds, and is then cleared for the sums
+    row = torch.where(slot < 0, slot[:, :1], slot).clamp(min=0).flatten()
     count = valid_count.clamp(min=1)[:, None]
-    is_padding = (slot_row < 0).view(num_tiles, tile, 1)
-    first = slot_row.view(num_tiles, tile)[:, :1].expand(-1, tile).flatten()
-    filled = torch.where(slot_row < 0, first, slot_row)  # extremes: a real row twice is harmless
-    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (slot_row.shape[0] * x.shape[2]))
+    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (len(row) * x.shape[2]))
     for part, into in zip(x.split(heads_per_chunk), out.split(heads_per_chunk), strict=True):
-        tiles = to_tiles(part, slot_row, tile)
-        mean = tiles.sum(2, dtype=torch.float64) / count
-        into[:, :, 0] = mean
+        tiles = part.index_select(1, row).unflatten(1, (num_tiles, -1))
         if num_stats >= 3:
-            rows = to_tiles(part, filled, tile)
-            into[:, :, 1] = rows.amax(2)
-            into[:, :, 2] = rows.amin(2)
+            into[:, :, 1] = tiles.amax(2)
+            into[:, :, 2] = tiles.amin(2)
+        mean = tiles.masked_fill_(is_padding, 0).sum(2, dtype=torch.float64) / count
+        into[:, :, 0] = mean
         if num_stats >= 4:
             apart = (tiles.double() - mean[:, :, None]).masked_fill_(is_padding, 0)
             into[:, :, 3] = apart.square_().sum(2) / count
+    out.masked_fill_((valid_count == 0)[:, None, None], 0)
     return out
 
 
