@@ -58,9 +58,7 @@ class Run:
     ) -> "Run":
         """Resolve what depends on the run's sigmas, once."""
         dense_request = dense_request or DenseRequest()
-        schedule = Schedule.resolve(
-            tuple(sigmas.tolist()), dense_request, percent_to_sigma, session.request.mode
-        )
+        schedule = Schedule.resolve(tuple(sigmas.tolist()), dense_request, percent_to_sigma)
         return cls(session, dense_request, schedule)
 
     def plan(self, layout, device: torch.device) -> Plan:

@@ -1,6 +1,7 @@
 """Plan: every decision of a run, made before its first step."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from .errors import RequestError
 from .layout import TileLayout, make_layout, packed_layout, raster_layout, veda_layout
 from .layout_table import LayoutTable
-from .request import AttentionRequest, DenseRequest
+from .request import AUTO, AttentionRequest, DenseRequest
 from .route import Rule, sparse_rule
 from .schedule import Schedule
 from .sequence import Sequence
@@ -16,6 +17,7 @@ from .veda.budget import Budget, veda_rule
 from .veda.bundle_info import BundleInfo, VedaPlan
 from .veda.predictor import LayerPredictor, VedaPredictor
 
+AUTO_VEDA_STEPS = 1  # auto dense first steps under Veda: its predictors serve every step behind
 MANY_REFERENCES = 0.25  # share of the video's rows from which references cost much when all kept
 
 
@@ -27,6 +29,7 @@ class HeadGroup:
         heads: Heads of the call, ascending.
         layout: How their rows sit in tiles.
         rule: Which tiles they keep, given scores; None keeps every tile.
+        kept_share: Share of tile pairs that are computed.
         predictor: What scores, under Veda; None scores by the tiles' means.
         head_idx: [h] int64, `heads` on the device.
         predictor_idx: [h] int64, the heads of the model that `heads` are.
@@ -35,23 +38,17 @@ class HeadGroup:
     heads: tuple[int, ...]
     layout: TileLayout
     rule: Rule | None
+    kept_share: float
     predictor: LayerPredictor | None
     head_idx: Tensor
     predictor_idx: Tensor
-
-    @property
-    def kept_share(self) -> float:
-        """Share of tile pairs that are computed."""
-        return 1.0 if self.rule is None else self.rule.kept_share
 
     @property
     def pooling(self) -> str:
         """Statistics of tiles that the route needs, see `reference.POOLINGS`."""
         if self.rule is None:
             return "none"
-        if self.predictor is None:
-            return "mean"
-        return "extremes" if self.predictor.so_q is None else "variance"
+        return "mean" if self.predictor is None else self.predictor.pooling
 
     def slice_heads(self, start: int, count: int) -> "HeadGroup | None":
         """The same for a call with heads start..start+count-1 alone; None if it has none of them."""
@@ -67,15 +64,24 @@ class HeadGroup:
         )
 
 
-def make_group(
-    heads: tuple[int, ...],
-    layout: TileLayout,
-    rule: Rule | None,
-    predictor: LayerPredictor | None = None,
-) -> HeadGroup:
-    """A group of a whole layer's heads; layout and rule are on the device already."""
-    idx = torch.tensor(heads, device=layout.slot_row.device)
-    return HeadGroup(heads, layout, rule, predictor, idx, idx)
+class _Tiles(NamedTuple):
+    """Layout and rule on a device, which layers share."""
+
+    layout: TileLayout
+    rule: Rule | None
+    kept_share: float
+
+    @classmethod
+    def on(cls, device: torch.device | str, layout: TileLayout, rule: Rule | None) -> "_Tiles":
+        """Move them there; counted before, so that nobody waits for a GPU."""
+        if rule is None:
+            return cls(layout.to(device), None, 1.0)
+        return cls(layout.to(device), rule.to(device), rule.kept_share)
+
+    def group(self, heads: tuple[int, ...], predictor: LayerPredictor | None = None) -> HeadGroup:
+        """Heads of a whole layer with these tiles."""
+        idx = torch.tensor(heads, device=self.layout.slot_row.device)
+        return HeadGroup(heads, *self, predictor, head_idx=idx, predictor_idx=idx)
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,8 @@ def make_plan(
     # `accurate` tiles dense rows as sparse does, so that an all-ones selection is the same
     # computation; `faithful` must tile them as SageAttention does.
     dense_layout = raster_layout if request.precision == "accurate" else packed_layout
-    dense_group = make_group(tuple(range(num_heads)), dense_layout(sequence).to(device), None)
+    dense_tiles = _Tiles.on(device, dense_layout(sequence), None)
+    dense_group = dense_tiles.group(tuple(range(num_heads)))
     plan = Plan(
         sequence=sequence,
         request=request,
@@ -253,7 +260,7 @@ def _with_sparse(plan: Plan, table: LayoutTable, device: torch.device | str) -> 
     """A plan whose layers keep the best tiles by their means."""
     request, sequence = plan.request, plan.sequence
     table.check_model(plan.num_layers, plan.num_heads)
-    made: dict[str, tuple[TileLayout, Rule | None]] = {}  # by layout name, shared by all layers
+    made: dict[str, _Tiles] = {}  # by layout name, shared by all layers
     layers = []
     for layer_idx in range(plan.num_layers):
         names = table.heads_of_layer(layer_idx, sequence.token_grid)
@@ -268,9 +275,9 @@ def _with_sparse(plan: Plan, table: LayoutTable, device: torch.device | str) -> 
                     budget_base=request.budget_base,
                     route_references=request.route_references,
                 )
-                made[name] = layout.to(device), rule.to(device) if rule else None
+                made[name] = _Tiles.on(device, layout, rule)
             heads = tuple(head for head, own in enumerate(names) if own == name)
-            groups.append(make_group(heads, *made[name]))
+            groups.append(made[name].group(heads))
         layers.append(LayerPlan(tuple(groups), request.precision))
     return replace(
         plan,
@@ -301,7 +308,7 @@ def _with_veda(
     if plan.request.veda_keep_ratio > 0.0:
         target = Budget("ratio", plan.request.veda_keep_ratio)
         conditions = target if conditions is not None else None
-    made: dict[str, tuple[TileLayout, Rule | None]] = {}  # by tile shape, shared by all layers
+    made: dict[str, _Tiles] = {}  # by tile shape, shared by all layers
     layers = []
     for layer_idx in range(plan.num_layers):
         groups = []
@@ -315,8 +322,8 @@ def _with_veda(
                     target=target,
                     conditions=conditions,
                 )
-                made[str(shape)] = layout.to(device), rule.to(device) if rule else None
-            groups.append(make_group(heads, *made[str(shape)], predictor.layer(layer_idx)))
+                made[str(shape)] = _Tiles.on(device, layout, rule)
+            groups.append(made[str(shape)].group(heads, predictor.layer(layer_idx)))
         layers.append(LayerPlan(tuple(groups), plan.request.precision))
     warnings = ()
     kinds = {segment.kind for segment in sequence.segments}
@@ -325,8 +332,12 @@ def _with_veda(
             "This Veda predictor was trained on text to video; with keyframes or references it is "
             "outside its training. They are kept whole.",
         )
+    schedule = plan.schedule
+    if plan.dense_request.first_steps == AUTO:
+        schedule = replace(schedule, first_steps=AUTO_VEDA_STEPS)
     return replace(
         plan,
+        schedule=schedule,
         routed_layers=tuple(layers),
         normal=Decision("veda", "veda"),
         veda_plan=veda_plan,

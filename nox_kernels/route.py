@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -70,9 +69,12 @@ class Rule:
         """KV tiles in a scored tile."""
         return self.is_real.shape[0] // self.forced.shape[1]
 
-    @cached_property
+    @property
     def kept_share(self) -> float:
-        """Share of (query tile, scored tile) pairs that are computed; known before any score."""
+        """Share of (query tile, scored tile) pairs that are computed, known before any score.
+
+        Counted on the spot: on a GPU it waits for it.
+        """
         kept = int(self.forced.sum())
         for pool in self.pools:
             kept += int(pool.eligible.sum(1).minimum(pool.keep_count).sum())

@@ -7,7 +7,6 @@ from .request import AUTO, DenseRequest
 
 SIGMA_TOLERANCE = 1e-4  # shift 12 packs sigmas as close as 0.012
 AUTO_PERCENT = 0.2  # auto dense first steps cover this share of the schedule
-AUTO_VEDA_STEPS = 1  # but under Veda: its predictors are made for every step behind the first
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,10 @@ class Schedule:
         sigmas: tuple[float, ...],
         dense: DenseRequest,
         percent_to_sigma: Callable[[float], float],
-        mode: str = "sparse",
     ) -> "Schedule":
         """Turn a request's counts and percents into sigmas of this run."""
         first_steps = dense.first_steps
-        if first_steps == AUTO and mode == "veda":
-            first_steps = AUTO_VEDA_STEPS
-        elif first_steps == AUTO:
+        if first_steps == AUTO:
             limit = percent_to_sigma(AUTO_PERCENT) + SIGMA_TOLERANCE
             first_steps = sum(sigma > limit for sigma in sigmas[:-1])
         return cls(

@@ -119,7 +119,7 @@ class NoxRun:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: set[KernelSpec] = field(default_factory=set)
     _kept_shares: list[float] = field(default_factory=list)
-    _plans: dict[tuple, Plan] = field(default_factory=dict)
+    _plans: dict[tuple, tuple[Schedule, Plan]] = field(default_factory=dict)
     _refusals: dict[tuple, str | None] = field(default_factory=dict)
     _rows: tuple[Tensor, ...] = ()  # index tensors of the last forward, to know them again
     _sigmas: Tensor | None = None  # the scheduler's tensor that _schedule was made from
@@ -207,7 +207,6 @@ class NoxRun:
                 tuple(sigmas.tolist()),
                 self.dense_request,
                 self._percent_to_sigma,
-                self.request.mode,
             )
             self._sigmas = sigmas
         # The last packed row is video to be made; H3's time is 1 - sigma.
@@ -259,16 +258,14 @@ class NoxRun:
         assert self._sequence is not None
         assert self._schedule is not None
         key = (self._sequence.key, device)
-        plan = self._plans.get(key)
-        if plan is None:
+        schedule, plan = self._plans.get(key, (None, None))
+        if plan is None or schedule is not self._schedule:
             plan = self._make_plan(
                 self._sequence, self._schedule, device, self.request.on_unknown_geometry
             )
+            self._plans[key] = self._schedule, plan
             for warning in plan.warnings:
                 logger.warning("Nox: %s", warning)
-        elif plan.schedule is not self._schedule:
-            plan = replace(plan, schedule=self._schedule)
-        self._plans[key] = plan
         return plan
 
     def attend(self, layer_idx: int, decision: Decision, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -44,6 +44,11 @@ class LayerPredictor(nn.Module):
             value = None if weight is None else nn.Parameter(weight, requires_grad=False)
             self.register_parameter(name, value)
 
+    @property
+    def pooling(self) -> str:
+        """Statistics of tiles that `embed` needs, see `reference.POOLINGS`."""
+        return "extremes" if self.so_q is None else "variance"
+
     def embed(
         self, q_pool: Tensor, k_pool: Tensor, valid_count: Tensor, heads: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -53,8 +58,7 @@ class LayerPredictor(nn.Module):
         score = q^ k^ / sqrt(D) + count_gain ln(count_k) + (E[q^2] so_q) (Var(k) so_k).
 
         Args:
-            q_pool: [h, Nq, P, D] float32 statistics of query tiles, see `reference.pool_tiles`:
-                "extremes", or "variance" where there is a second-order term.
+            q_pool: [h, Nq, P, D] float32 statistics of query tiles, see `reference.pool_tiles`.
             k_pool: [h, Nt, P, D], the same of key tiles.
             valid_count: [Nt] real rows of each key tile.
             heads: [h] int64, which of the predictor's heads these are.
@@ -111,11 +115,6 @@ class VedaPredictor(nn.Module):
             }
             layers.append(LayerPredictor(**own))
         return cls(bundle.info, layers)
-
-    @property
-    def pooling(self) -> str:
-        """Statistics of tiles that the scores need, see `reference.POOLINGS`."""
-        return "variance" if self.info.second_order_rank else "extremes"
 
     def layer(self, layer_idx: int) -> LayerPredictor:
         """The predictor of one layer."""

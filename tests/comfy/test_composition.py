@@ -3,7 +3,15 @@
 import comfy_graphs as graphs
 import numpy as np
 import pytest
-from comfy_graphs import MEDIUM, Graph, attention, dense_control, latent_graph, probe, second
+from comfy_graphs import (
+    MEDIUM,
+    Graph,
+    attention,
+    dense_control,
+    latent_graph,
+    probe,
+    task_graph,
+)
 
 MIXED = attention("sparse", budget=20, layout="mixed.json")
 SPARSE = attention("sparse", budget=1, layout="raster")  # skips a tile even on the small canvas
@@ -137,37 +145,6 @@ def test_a_masked_latent_runs_every_call(host):
     result = host.run(graph)
     assert result.status == "success", result.error
     assert "16 of 16 attention calls INT8" in result.report
-
-
-def task_graph(task: str, *patches) -> Graph:
-    """Keyframes or references to latent, through the text encoder and the VAEs."""
-    graph = Graph()
-    model = graphs.add_model(graph, *patches)
-    inputs = {
-        "clip": graph.add("CLIPLoader", clip_name=graphs.CLIP, type="minimax", device="default"),
-        "vae": graph.add("VAELoader", vae_name=graphs.VIDEO_VAE),
-        **graphs.SMALL,
-    }
-    image = graph.add("EmptyImage", width=160, height=120, batch_size=1, color=0xFF0000)
-    if task == "keyframes":
-        inputs |= {"prompt": "a red ball", "first_frame": image, "last_frame": image}
-        start = graph.add("MiniMaxH3ImageToVideo", **inputs)
-    else:
-        clip = graph.add("EmptyImage", width=128, height=128, batch_size=22, color=255)
-        sound = graph.add("EmptyAudio", duration=1.0, sample_rate=44100, channels=2)
-        inputs |= {
-            "audio_vae": graph.add("VAELoader", vae_name=graphs.AUDIO_VAE),
-            "prompt": "<Picture 1> <Video 1> <Audio 1>",
-            "ref_image_size": "match",
-            "ref_images.ref_image_0": image,
-            "ref_videos.ref_video_0": clip,
-            "ref_video_audios.ref_video_audio_0": sound,
-            "ref_audios.ref_audio_0": sound,
-        }
-        start = graph.add("MiniMaxH3ReferenceToVideo", **inputs)
-    latent = graphs.add_sampler(graph, model, start, second(start))
-    graph.add("TinyH3SaveLatent", samples=latent)
-    return graph
 
 
 @pytest.mark.parametrize("task", ["keyframes", "references"])

@@ -1,49 +1,17 @@
 """Nox Save Video in ComfyUI: files that play, reports that agree, and wrong input."""
 
-import json
 import re
-from pathlib import Path
 
 import av
-import comfy_graphs as graphs
 import pytest
 from comfy_files import streams_of, tags_of
 from comfy_graphs import Graph, add_saver, attention, video_graph
-from PIL import Image
-
-PROMPTS = Path(__file__).parent / "prompts"
-# what a shipped prompt's own value becomes; what comes by wire stays wired
-TINY = {
-    "NoxLoadH3.unet_name": graphs.UNET,
-    "NoxLoadH3.lora_name": "tiny_turbo_8step_v1.safetensors",
-    "CLIPLoader.clip_name": graphs.CLIP,
-    "LoadImage.image": "keyframe.png",
-    "MiniMaxH3ImageToVideo.width": 160,
-    "MiniMaxH3ImageToVideo.height": 128,
-    "PrimitiveFloat.value": 0.9,  # seconds: 22 frames
-    "PrimitiveInt.value": 128,  # pixels of the short edge
-}
-
-
-def shrink(prompt: dict) -> dict:
-    """A shipped prompt for the tiny files and a small canvas."""
-    for node in prompt.values():
-        inputs = node["inputs"]
-        for field, value in inputs.items():
-            wanted = TINY.get(f"{node['class_type']}.{field}")
-            if wanted is not None and not isinstance(value, list):
-                inputs[field] = wanted
-        if node["class_type"] == "VAELoader":
-            is_audio = "audio" in inputs["vae_name"]
-            inputs["vae_name"] = graphs.AUDIO_VAE if is_audio else graphs.VIDEO_VAE
-    return prompt
+from comfy_prompts import shipped_prompt
 
 
 @pytest.mark.parametrize("name", ["t2v", "i2v"])
 def test_a_shipped_workflow_runs_and_saves_picture_and_sound(host, name):
-    Image.new("RGB", (160, 120), "teal").save(host.base / "input" / "keyframe.png")
-    prompt = json.loads((PROMPTS / f"{name}.json").read_text(encoding="utf-8"))
-    result = host.run(shrink(prompt))
+    result = host.run(shipped_prompt(host, name))
     assert result.status == "success", result.error
     counts = streams_of(result.video_file)
     assert counts["video"] == 22

@@ -316,12 +316,12 @@ def test_a_bundle_pools_what_its_terms_need(rank, pooling):
         (plan,), num_layers=2, num_heads=2, dtype="float32", second_order_rank=rank, count_term=True
     )
     predictor = VedaPredictor.from_bundle(bundle)
-    assert predictor.pooling == pooling
     assert predictor.info == bundle.info
     assert len(predictor.layers) == 2
     for layer_idx, layer in enumerate(predictor.layers):
         for name in ("proj_q", "proj_k", "count_gain", *(("so_q", "so_k") if rank else ())):
             assert torch.equal(getattr(layer, name), bundle.tensors[f"layers.{layer_idx}.{name}"])
+        assert layer.pooling == pooling
         assert (layer.so_q is None) == (rank == 0)
 
 

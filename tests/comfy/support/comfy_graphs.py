@@ -25,7 +25,7 @@ class Graph(dict):
 
     def add(self, class_type: str, **inputs) -> list:
         """Add a node; returns the link to its first output."""
-        node = str(len(self) + 1)
+        node = str(max(map(int, self), default=0) + 1)
         self[node] = {"class_type": class_type, "inputs": inputs}
         return [node, 0]
 
@@ -137,7 +137,9 @@ SMALL = {"width": 256, "height": 128, "length": 22}
 MEDIUM = {"width": 256, "height": 256, "length": 22}
 # 12 x 8 x 10 = 960 video tokens, 15 KV tiles
 LARGE = {"width": 320, "height": 256, "length": 39}
-CANVASES = {"SMALL": SMALL, "MEDIUM": MEDIUM, "LARGE": LARGE}
+# of the shipped prompts, once they are made small: 7 x 4 x 5 = 140 video tokens
+SHIPPED = {"width": 160, "height": 128, "length": 22}
+CANVASES = {"SMALL": SMALL, "MEDIUM": MEDIUM, "LARGE": LARGE, "SHIPPED": SHIPPED}
 
 
 def grid_of(canvas: dict):
@@ -183,4 +185,44 @@ def video_graph(*patches, canvas=SMALL, **sampling) -> Graph:
         "VAEDecodeAudio", samples=latent, vae=graph.add("VAELoader", vae_name=AUDIO_VAE)
     )
     add_saver(graph, images=images, audio=audio)
+    return graph
+
+
+def task_graph(task: str, *patches, canvas=SMALL, clip=(128, 128), **sampling) -> Graph:
+    """Keyframes or references to latent, through the text encoder and the VAEs.
+
+    Args:
+        task: "keyframes" or "references".
+        patches: Of the model.
+        canvas: Of the video.
+        clip: Width and height of the reference video.
+        sampling: See `add_sampler`.
+    """
+    graph = Graph()
+    model = add_model(graph, *patches)
+    inputs = {
+        "clip": graph.add("CLIPLoader", clip_name=CLIP, type="minimax", device="default"),
+        "vae": graph.add("VAELoader", vae_name=VIDEO_VAE),
+        **canvas,
+    }
+    image = graph.add("EmptyImage", width=160, height=120, batch_size=1, color=0xFF0000)
+    if task == "keyframes":
+        inputs |= {"prompt": "a red ball", "first_frame": image, "last_frame": image}
+        start = graph.add("MiniMaxH3ImageToVideo", **inputs)
+    else:
+        width, height = clip
+        frames = graph.add("EmptyImage", width=width, height=height, batch_size=22, color=255)
+        sound = graph.add("EmptyAudio", duration=1.0, sample_rate=44100, channels=2)
+        inputs |= {
+            "audio_vae": graph.add("VAELoader", vae_name=AUDIO_VAE),
+            "prompt": "<Picture 1> <Video 1> <Audio 1>",
+            "ref_image_size": "match",
+            "ref_images.ref_image_0": image,
+            "ref_videos.ref_video_0": frames,
+            "ref_video_audios.ref_video_audio_0": sound,
+            "ref_audios.ref_audio_0": sound,
+        }
+        start = graph.add("MiniMaxH3ReferenceToVideo", **inputs)
+    latent = add_sampler(graph, model, start, second(start), **sampling)
+    graph.add("TinyH3SaveLatent", samples=latent)
     return graph

@@ -20,6 +20,7 @@ START_LIMIT_S = 120
 RUN_LIMIT_S = 120
 _LINE_START = re.compile(r"[\r\n]+|\[(?:INFO|WARNING|ERROR)\] ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_LOAD = "Requested to load "
 
 
 class HostError(AssertionError):
@@ -35,6 +36,7 @@ class Result:
         error: What the user reads; "" after a success.
         outputs: Node id -> what its node shows.
         log: Nox's and the probes' lines while it ran, without level and colour.
+        loads: Classes of the models that had to be loaded, in this order.
     """
 
     status: str
@@ -42,6 +44,7 @@ class Result:
     outputs: dict[str, dict]
     log: list[str]
     folder: Path = field(repr=False)
+    loads: list[str] = field(default_factory=list)
 
     def shown(self, name: str) -> list:
         """What the only node that shows `name` shows."""
@@ -154,6 +157,10 @@ class Host:
         """Nox's and the probes' log lines after a size of the log."""
         return [line for line in self._log_lines(start) if line.startswith(("Nox", "probe "))]
 
+    def _loads_since(self, start: int) -> list[str]:
+        lines = self._log_lines(start)
+        return [line.removeprefix(_LOAD) for line in lines if line.startswith(_LOAD)]
+
     def _log_lines(self, start: int) -> list[str]:
         text = self.log_file.read_bytes()[start:].decode(errors="replace")
         # progress bars end without a line break, so a line may start behind one
@@ -178,6 +185,16 @@ class Host:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read() or b"{}")
 
+    def unload(self, *, forget_nodes: bool) -> None:
+        """Unload every model, and on request let go of what nodes gave, as the page's buttons do.
+
+        ComfyUI does so between two prompts: at the latest behind the one that is run here.
+        """
+        self.post("/free", {"unload_models": True, "free_memory": forget_nodes})
+        preview = {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}
+        number = {"class_type": "PrimitiveInt", "inputs": {"value": 0}}
+        self.run({"1": number, "2": preview})
+
     def run(self, prompt: dict, interrupt_after: str | None = None) -> Result:
         """Queue an API prompt and wait for its end.
 
@@ -199,8 +216,14 @@ class Host:
             entry = self.get_json(f"/history/{prompt_id}").get(prompt_id)
             if entry:
                 status, error = _outcome(entry["status"])
-                lines = self.lines_since(start)
-                return Result(status, error, entry["outputs"], lines, self.output)
+                return Result(
+                    status,
+                    error,
+                    entry["outputs"],
+                    self.lines_since(start),
+                    self.output,
+                    self._loads_since(start),
+                )
             time.sleep(0.03)
         raise HostError(f"no answer to a prompt:\n{self.log_tail()}")
 
