@@ -150,7 +150,11 @@ def _make_models(models: Path, python: Path, environment: dict[str, str]) -> Non
     shutil.copy(unets / graphs.UNET, loras / "not_a_lora.safetensors")
     _make_layouts(models / "nox_layouts")
     _make_predictors(models / "veda_predictors")
-    shutil.copy(loras / graphs.LORA, models / "veda_predictors" / "a_lora.safetensors")
+    predictors = models / "veda_predictors"
+    shutil.copy(loras / graphs.LORA, predictors / "a_lora.safetensors")
+    shutil.copy(unets / graphs.UNET, predictors / "a_model.safetensors")
+    for name in ("page.safetensors", "empty.safetensors"):
+        shutil.copy(unets / name, predictors / name)
 
 
 def _copy_renamed(source: Path, target: Path, endings: dict[str, str]) -> None:
@@ -195,8 +199,9 @@ def _make_layouts(folder: Path) -> None:
 def _make_predictors(folder: Path) -> None:
     folder.mkdir()
     every = tuple(graphs.CANVASES)
-    # 10 %, as released, would keep a tile's own alone on canvases this small, whatever its score
-    tiny = {"target_budget": Budget("ratio", 0.3)}
+    # On canvases this small 10 %, as released, would keep each tile's own alone, whatever the
+    # scores. Half is 2 of 4 tiles on the medium canvas.
+    tiny = {"target_budget": Budget("ratio", 0.5)}
     extended = {
         "target_budget": Budget("tiles", 1.5),
         "second_order_rank": 4,

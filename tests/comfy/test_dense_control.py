@@ -43,8 +43,8 @@ def test_without_it_the_defaults_apply_again(host):
 def test_without_nox_attention_it_warns_that_it_does_nothing(host, patches):
     result = run(host, dense_control(first_steps=2), *patches)
     assert result.log == [
-        "Nox Dense Steps and Blocks does nothing here: no Nox H3 Attention in mode sage or sparse "
-        "is on this model."
+        "Nox Dense Steps and Blocks does nothing here: no Nox H3 Attention in mode sage, sparse or "
+        "veda is on this model."
     ]
     assert result.digest == run(host).digest
 

@@ -57,20 +57,30 @@ def own_budget(host):
 # ---- what runs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["MEDIUM", "LARGE"])
-def test_the_report_names_predictor_budget_and_plan_and_counts_the_calls(host, name):
-    result = run(host, veda(), canvas=graphs.CANVASES[name], steps=8)
-    # of 8 steps the first alone stays dense, where mode sparse keeps two; and block 0 of each
+# of 8 steps the first alone stays dense, where mode sparse keeps two; and block 0 of each
+@pytest.mark.parametrize(
+    ("name", "steps", "routed", "dense"),
+    [
+        ("MEDIUM", 8, "21 of 32", "11 dense (4 in the first steps, 7 in dense blocks)"),
+        ("LARGE", 2, "3 of 8", "5 dense (4 in the first steps, 1 in dense blocks)"),
+    ],
+)
+def test_the_report_names_predictor_budget_and_plan_and_counts_the_calls(
+    host, name, steps, routed, dense
+):
+    result = run(host, veda(), canvas=graphs.CANVASES[name], steps=steps)
     assert result.report.startswith(
-        f"Nox veda 30 %, tiny.safetensors, plan {name.lower()}, accurate: "
-        f"21 of 32 attention calls veda ("
+        f"Nox veda 50 %, tiny.safetensors, plan {name.lower()}, accurate: "
+        f"{routed} attention calls veda ("
     )
-    assert "; 11 dense (4 in the first steps, 7 in dense blocks); computed by " in result.report
+    assert f" % of tiles); {dense}; computed by " in result.report
 
 
-@pytest.mark.parametrize("budget", [0, 50])
+@pytest.mark.parametrize(("budget", "percent"), [(0, 50), (20, 20)])
 @pytest.mark.parametrize("name", ["MEDIUM", "LARGE"])
-def test_the_kept_share_is_that_of_the_predictors_rule_and_not_the_budget(host, name, budget):
+def test_the_kept_share_is_that_of_the_predictors_rule_and_not_the_budget(
+    host, name, budget, percent
+):
     canvas = graphs.CANVASES[name]
     result = run(host, veda(veda_budget=budget), canvas=canvas)
     bundle = read_bundle(host.base / "models" / "veda_predictors" / "tiny.safetensors")
@@ -88,7 +98,7 @@ def test_the_kept_share_is_that_of_the_predictors_rule_and_not_the_budget(host, 
     # block 0 is dense, so it has no part in the mean
     shares = [layer.kept_share for layer in plan.routed_layers[1:]]
     assert kept_percent(result) == pytest.approx(100 * sum(shares) / len(shares), abs=0.051)
-    assert kept_percent(result) > budget + 10
+    assert kept_percent(result) > percent + 1
 
 
 @pytest.mark.parametrize(
@@ -104,8 +114,8 @@ def test_the_kept_share_is_that_of_the_predictors_rule_and_not_the_budget(host, 
 )
 def test_dense_steps_and_blocks_apply_before_and_after_nox_attention(host, control, text):
     node = dense_control(**control)
-    after = run(host, veda(), node, steps=3)
-    before = run(host, node, veda(), steps=3)
+    after = run(host, veda(), node, canvas=SMALL, steps=3)
+    before = run(host, node, veda(), canvas=SMALL, steps=3)
     assert text in after.report
     assert (before.digest, before.report) == (after.digest, after.report)
 
@@ -143,14 +153,14 @@ def test_a_whole_budget_equals_sage(host, precision):
 
 
 def test_budget_0_is_the_predictors_own(host, own_budget):
-    named = run(host, veda(veda_budget=30))
+    named = run(host, veda(veda_budget=50))
     assert named.digest == own_budget.digest
     assert named.report == own_budget.report
 
 
 def test_another_budget_gives_other_bits_and_keeps_another_share(host, own_budget):
-    result = run(host, veda(veda_budget=60))
-    assert "Nox veda 60 %, tiny.safetensors" in result.report
+    result = run(host, veda(veda_budget=75))
+    assert "Nox veda 75 %, tiny.safetensors" in result.report
     assert kept_percent(result) > kept_percent(own_budget)
     assert result.digest != own_budget.digest
 
@@ -162,7 +172,7 @@ def test_the_weights_of_the_predictor_choose_the_tiles(host, own_budget):
 
 
 def test_veda_is_none_of_the_other_modes(host, own_budget, unpatched):
-    sage, sparse = run(host, attention()), run(host, attention("sparse", budget=30))
+    sage, sparse = run(host, attention()), run(host, attention("sparse", budget=50))
     assert len({r.digest for r in (own_budget, unpatched, sage, sparse)}) == 4
     for stream, other in zip(own_budget.latent, unpatched.latent, strict=True):
         difference = np.linalg.norm(stream - other) / np.linalg.norm(other)

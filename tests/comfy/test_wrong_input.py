@@ -2,7 +2,7 @@
 
 import comfy_graphs as graphs
 import pytest
-from comfy_graphs import Graph, attention, dense_control, latent_graph
+from comfy_graphs import Graph, attention, dense_control, latent_graph, probe, veda
 
 
 def load_graph(unet=graphs.UNET, lora="none", strength=1.0, task=None) -> Graph:
@@ -150,6 +150,19 @@ def test_a_budget_out_of_range_is_refused(host, budget):
     assert str(budget) in text
 
 
+@pytest.mark.parametrize("budget", [-1, 101])
+def test_a_veda_budget_out_of_range_is_refused(host, budget):
+    text = refused(host, veda(veda_budget=budget))
+    assert "veda_budget" in text
+    assert str(budget) in text
+
+
+def test_an_unknown_answer_to_an_unknown_geometry_is_refused(host):
+    text = refused(host, veda(on_unknown_geometry="nearest"))
+    assert "'nearest'" in text
+    assert all(answer in text for answer in ("error", "sparse", "dense"))
+
+
 def wired(class_type: str, name: str, source: str, value) -> Graph:
     """A graph whose node gets one value by wire: unknown until the node runs."""
     graph = latent_graph(attention("sparse"), dense_control())
@@ -162,6 +175,8 @@ def wired(class_type: str, name: str, source: str, value) -> Graph:
     ("class_type", "name", "source", "value"),
     [
         ("NoxAttention", "budget", "PrimitiveInt", 20),
+        ("NoxAttention", "veda_budget", "PrimitiveInt", 20),
+        ("NoxAttention", "route_references", "PrimitiveBoolean", True),
         ("NoxDenseControl", "first_steps", "PrimitiveInt", 1),
         ("NoxDenseControl", "last_steps", "PrimitiveInt", 1),
         ("NoxDenseControl", "blocks", "PrimitiveString", "0-1"),
@@ -178,6 +193,8 @@ def test_values_may_come_by_wire(host, class_type, name, source, value):
     ("class_type", "name", "source", "value", "text"),
     [
         ("NoxAttention", "budget", "PrimitiveInt", 0, "Budget must keep 1 to 100 % of the tiles"),
+        ("NoxAttention", "veda_budget", "PrimitiveInt", -1, "Veda's budget must be 0 (the "),
+        ("NoxAttention", "veda_budget", "PrimitiveInt", 101, "Veda's budget must be 0 (the "),
         ("NoxDenseControl", "blocks", "PrimitiveString", "x", "Blocks: 'x' is not a block "),
         ("NoxDenseControl", "last_steps", "PrimitiveInt", -1, "Dense steps cannot be negative"),
     ],
@@ -189,7 +206,7 @@ def test_a_wrong_value_that_comes_by_wire_is_refused(host, class_type, name, sou
 def test_an_unknown_mode_is_refused(host):
     text = refused(host, attention("turbo"))
     assert "turbo" in text
-    assert all(mode in text for mode in ("sage", "sparse", "dense"))
+    assert all(mode in text for mode in ("sage", "sparse", "veda", "dense"))
 
 
 def test_an_unknown_precision_is_refused(host):
@@ -220,10 +237,69 @@ def test_a_layout_that_is_not_there_is_refused_by_name(host, name):
             "Layout table 'real_size' is for 50 layers of 56 heads, but this model has 4 layers "
             "of 4.",
         ),
+        (
+            "bands-v0",
+            "Layout table 'bands-v0' is for 50 layers of 56 heads, but this model has 4 layers "
+            "of 4.",
+        ),
     ],
 )
 def test_a_layout_file_that_does_not_fit_is_refused_by_name(host, name, text):
     assert error_of(host, latent_graph(attention("sparse", layout=name))).startswith(text)
+
+
+def error_of_veda(host, node) -> str:
+    """Of a graph whose model must not have been loaded, let alone sampled."""
+    result = host.run(latent_graph(node, probe(label="never"), canvas=graphs.LARGE))
+    assert result.status == "error", result.status
+    assert result.loads == []
+    assert result.calls_of("never") == 0
+    assert "\n" not in result.error
+    return result.error
+
+
+def test_mode_veda_without_a_predictor_says_where_to_get_one(host):
+    assert error_of_veda(host, attention("veda")) == (
+        "Mode veda needs a predictor: wire Nox Load Veda Predictor to this node's predictor "
+        "input, or choose mode sparse."
+    )
+
+
+def test_a_truncated_predictor_is_told_by_its_size(host):
+    file = "truncated.safetensors"
+    size = (host.base / "models" / "veda_predictors" / file).stat().st_size
+    text = error_of_veda(host, veda(file))
+    assert text.startswith(f"{file} is truncated: it has {size:,} bytes, its header asks for ")
+    assert text.endswith(" or more. Download it again.")
+
+
+@pytest.mark.parametrize("file", ["page.safetensors", "empty.safetensors"])
+def test_a_predictor_that_is_no_safetensors_file_is_named(host, file):
+    assert error_of_veda(host, veda(file)) == (
+        f"{file} is not a safetensors file. Download it again."
+    )
+
+
+@pytest.mark.parametrize("file", ["a_lora.safetensors", "a_model.safetensors"])
+def test_a_file_that_is_no_predictor_is_named(host, file):
+    assert error_of_veda(host, veda(file)) == (
+        f"{file}: format is 'pt', a Veda predictor has 'miowtion-veda-predictor-v1'; choose "
+        f"another file."
+    )
+
+
+def test_a_predictor_for_another_model_is_named(host):
+    assert error_of_veda(host, veda("other_model.safetensors")) == (
+        "Veda predictor other_model.safetensors is for 2 layers of 4 heads of 128, but this model "
+        "has 4 layers of 4 heads of 128. Choose another predictor, or use mode sparse."
+    )
+
+
+def test_a_predictor_that_is_not_there_is_refused_by_name(host):
+    result = host.run(latent_graph(veda("gone.safetensors")))
+    assert result.status == "rejected"
+    assert "gone.safetensors" in result.error
+    assert "\n" not in result.error
 
 
 @pytest.mark.parametrize(

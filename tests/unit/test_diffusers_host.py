@@ -11,6 +11,8 @@ from nox_kernels.hosts import diffusers as host  # noqa: E402
 from nox_kernels.layout_table import preset_table  # noqa: E402
 from nox_kernels.request import AttentionRequest, DenseRequest  # noqa: E402
 from nox_kernels.sequence import Segment, TokenGrid  # noqa: E402
+from nox_kernels.veda.predictor import VedaPredictor  # noqa: E402
+from nox_kernels.veda.synthetic import random_bundle, random_plan  # noqa: E402
 
 GRID = TokenGrid(5, 8, 4)
 NUM_TEXT, NUM_AUDIO_LATENTS = 7, 12
@@ -430,3 +432,62 @@ def test_a_block_called_alone_is_refused(transformer, scheduler):
         forward(transformer, packed_arguments())
         with pytest.raises(SequenceError, match="call the transformer itself"), torch.no_grad():
             transformer.transformer_blocks[0].attn(torch.zeros(1, 4, 256))
+
+
+# ---- mode veda ----
+
+
+def make_predictor(transformer, grid, num_layers=None):
+    sizes = {
+        "num_layers": num_layers or transformer.config.num_layers,
+        "num_heads": transformer.config.num_attention_heads,
+    }
+    plan = random_plan("clip", grid, ("4x8x4", "8x4x4"), **sizes)
+    return VedaPredictor.from_bundle(random_bundle((plan,), **sizes, name="clip.safetensors"))
+
+
+def test_veda_routes_by_the_predictor(transformer, scheduler):
+    predictor = make_predictor(transformer, GRID)
+    arguments = packed_arguments()
+    outs = {}
+    for mode in ("sage", "veda"):
+        with host.nox_attention(
+            transformer,
+            AttentionRequest(mode),
+            ANYWHERE,
+            predictor=predictor,
+            scheduler=scheduler,
+        ) as nox_run:
+            outs[mode] = forward(transformer, arguments)
+    assert nox_run.calls == {("veda", "veda"): transformer.config.num_layers}
+    assert 0.2 < nox_run.kept_share < 1.0
+    assert not torch.equal(outs["veda"], outs["sage"])
+    assert relative_error(outs["veda"], outs["sage"]) < 0.5
+
+
+def test_a_clip_that_the_predictor_does_not_know_is_refused_before_the_first_layer(
+    transformer, scheduler
+):
+    predictor = make_predictor(transformer, TokenGrid(7, 8, 4))
+    request = AttentionRequest("veda")
+    with (
+        host.nox_attention(
+            transformer, request, ANYWHERE, predictor=predictor, scheduler=scheduler
+        ) as nox_run,
+        pytest.raises(RequestError, match=r"Veda has no plan for 128x256, 15 frames"),
+    ):
+        forward(transformer, packed_arguments())
+    assert not nox_run.calls
+
+
+@pytest.mark.parametrize("num_layers", [None, 7])
+def test_veda_without_a_predictor_that_fits_is_refused_at_once(transformer, scheduler, num_layers):
+    predictor = num_layers and make_predictor(transformer, GRID, num_layers)
+    message = "clip.safetensors is for 7 layers" if num_layers else "needs a predictor"
+    with (
+        pytest.raises(RequestError, match=message),
+        host.nox_attention(
+            transformer, AttentionRequest("veda"), predictor=predictor, scheduler=scheduler
+        ),
+    ):
+        pass
