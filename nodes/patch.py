@@ -15,7 +15,8 @@ from comfy.patcher_extension import WrappersMP
 
 from ..nox_kernels.attention import attend_layer
 from ..nox_kernels.errors import RequestError
-from ..nox_kernels.plan import LayerPlan, Plan
+from ..nox_kernels.layer_plan import LayerPlan
+from ..nox_kernels.plan import Plan
 from ..nox_kernels.request import DenseRequest
 from . import h3_sequence, status
 from .run import Forward, Run

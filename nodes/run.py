@@ -11,7 +11,8 @@ import torch
 
 from ..nox_kernels import capability
 from ..nox_kernels.errors import NoKernelError
-from ..nox_kernels.plan import LayerPlan, Plan, make_plan
+from ..nox_kernels.layer_plan import LayerPlan
+from ..nox_kernels.plan import Plan, make_plan
 from ..nox_kernels.request import DenseRequest
 from ..nox_kernels.schedule import Schedule
 from ..nox_kernels.sequence import Sequence

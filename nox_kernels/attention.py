@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from . import ops, route
-from .plan import HeadGroup, LayerPlan
+from .layer_plan import HeadGroup, LayerPlan
 from .reference import pool_tiles
 from .route import Selection
 

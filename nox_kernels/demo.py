@@ -20,9 +20,9 @@ from torch import Tensor
 
 from .attention import route_group
 from .errors import NoxError, RequestError
+from .layer_plan import LayerPlan
 from .layout import TileLayout
 from .pipeline import Clip, Job, Model, check_packages, load_model, make_synthetic, render
-from .plan import LayerPlan
 from .request import AttentionRequest
 from .sequence import FPS, TOKEN_PIXELS, TokenGrid, canvas, snap_num_frames, token_grid
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from .attention import attend_layer, route_group
 from .capability import KernelCase, KernelSpec, pick
 from .errors import NoKernelError
+from .layer_plan import LayerPlan
 from .layout_table import preset_table
-from .plan import LayerPlan, make_plan
+from .plan import make_plan
 from .reference import dense_attention
 from .request import PRECISIONS, AttentionRequest, DenseRequest
 from .schedule import Schedule

@@ -1,123 +1,23 @@
 """Plan: every decision of a run, made before its first step."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .errors import RequestError
-from .layout import TileLayout, make_layout, packed_layout, raster_layout, veda_layout
+from .layer_plan import LayerPlan, Tiles
+from .layout import make_layout, packed_layout, raster_layout, veda_layout
 from .layout_table import LayoutTable
 from .request import AUTO, AttentionRequest, DenseRequest
-from .route import Rule, sparse_rule
+from .route import sparse_rule
 from .schedule import Schedule
 from .sequence import Sequence
 from .veda.budget import Budget, veda_rule
 from .veda.bundle_info import BundleInfo, VedaPlan
-from .veda.predictor import LayerPredictor, VedaPredictor
+from .veda.predictor import VedaPredictor
 
 AUTO_VEDA_STEPS = 1  # auto dense first steps under Veda: its predictors serve every step behind
 MANY_REFERENCES = 0.25  # share of the video's rows from which references cost much when all kept
-
-
-@dataclass(frozen=True, eq=False)
-class HeadGroup:
-    """Heads of a layer that share tile layout and rule.
-
-    Attributes:
-        heads: Heads of the call, ascending.
-        layout: How their rows sit in tiles.
-        rule: Which tiles they keep, given scores; None keeps every tile.
-        kept_share: Share of tile pairs that are computed.
-        predictor: What scores, under Veda; None scores by the tiles' means.
-        head_idx: [h] int64, `heads` on the device.
-        predictor_idx: [h] int64, the heads of the model that `heads` are.
-    """
-
-    heads: tuple[int, ...]
-    layout: TileLayout
-    rule: Rule | None
-    kept_share: float
-    predictor: LayerPredictor | None
-    head_idx: Tensor
-    predictor_idx: Tensor
-
-    @property
-    def pooling(self) -> str:
-        """Statistics of tiles that the route needs, see `reference.POOLINGS`."""
-        if self.rule is None:
-            return "none"
-        return "mean" if self.predictor is None else self.predictor.pooling
-
-    def slice_heads(self, start: int, count: int) -> "HeadGroup | None":
-        """The same for a call with heads start..start+count-1 alone; None if it has none of them."""
-        mine = [n for n, head in enumerate(self.heads) if start <= head < start + count]
-        if not mine:
-            return None
-        first, last = mine[0], mine[-1] + 1  # heads ascend
-        return replace(
-            self,
-            heads=tuple(head - start for head in self.heads[first:last]),
-            head_idx=self.head_idx[first:last] - start,
-            predictor_idx=self.predictor_idx[first:last],
-        )
-
-
-class _Tiles(NamedTuple):
-    """Layout and rule on a device, which layers share."""
-
-    layout: TileLayout
-    rule: Rule | None
-    kept_share: float
-
-    @classmethod
-    def on(cls, device: torch.device | str, layout: TileLayout, rule: Rule | None) -> "_Tiles":
-        """Move them there; counted before, so that nobody waits for a GPU."""
-        if rule is None:
-            return cls(layout.to(device), None, 1.0)
-        return cls(layout.to(device), rule.to(device), rule.kept_share)
-
-    def group(self, heads: tuple[int, ...], predictor: LayerPredictor | None = None) -> HeadGroup:
-        """Heads of a whole layer with these tiles."""
-        idx = torch.tensor(heads, device=self.layout.slot_row.device)
-        return HeadGroup(heads, *self, predictor, head_idx=idx, predictor_idx=idx)
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What the attention of one layer does.
-
-    Attributes:
-        groups: Head groups; together they hold every head once.
-        precision: "accurate" or "faithful".
-    """
-
-    groups: tuple[HeadGroup, ...]
-    precision: str
-
-    @property
-    def num_heads(self) -> int:
-        """Heads of the layer."""
-        return sum(len(group.heads) for group in self.groups)
-
-    @property
-    def keeps_everything(self) -> bool:
-        """No head skips a tile."""
-        return all(group.rule is None for group in self.groups)
-
-    @property
-    def kept_share(self) -> float:
-        """Share of tile pairs that are computed, over all heads."""
-        kept = sum(len(group.heads) * group.kept_share for group in self.groups)
-        return kept / self.num_heads
-
-    def slice_heads(self, start: int, count: int) -> "LayerPlan":
-        """The same plan for heads start..start+count-1, renumbered from 0."""
-        if (start, count) == (0, self.num_heads):
-            return self
-        groups = (group.slice_heads(start, count) for group in self.groups)
-        return replace(self, groups=tuple(group for group in groups if group is not None))
 
 
 @dataclass(frozen=True)
@@ -221,7 +121,7 @@ def make_plan(
     # `accurate` tiles dense rows as sparse does, so that an all-ones selection is the same
     # computation; `faithful` must tile them as SageAttention does.
     dense_layout = raster_layout if request.precision == "accurate" else packed_layout
-    dense_tiles = _Tiles.on(device, dense_layout(sequence), None)
+    dense_tiles = Tiles.on(device, dense_layout(sequence), None)
     dense_group = dense_tiles.group(tuple(range(num_heads)))
     plan = Plan(
         sequence=sequence,
@@ -260,7 +160,7 @@ def _with_sparse(plan: Plan, table: LayoutTable, device: torch.device | str) -> 
     """A plan whose layers keep the best tiles by their means."""
     request, sequence = plan.request, plan.sequence
     table.check_model(plan.num_layers, plan.num_heads)
-    made: dict[str, _Tiles] = {}  # by layout name, shared by all layers
+    made: dict[str, Tiles] = {}  # by layout name, shared by all layers
     layers = []
     for layer_idx in range(plan.num_layers):
         names = table.heads_of_layer(layer_idx, sequence.token_grid)
@@ -275,7 +175,7 @@ def _with_sparse(plan: Plan, table: LayoutTable, device: torch.device | str) -> 
                     budget_base=request.budget_base,
                     route_references=request.route_references,
                 )
-                made[name] = _Tiles.on(device, layout, rule)
+                made[name] = Tiles.on(device, layout, rule)
             heads = tuple(head for head, own in enumerate(names) if own == name)
             groups.append(made[name].group(heads))
         layers.append(LayerPlan(tuple(groups), request.precision))
@@ -308,7 +208,7 @@ def _with_veda(
     if plan.request.veda_keep_ratio > 0.0:
         target = Budget("ratio", plan.request.veda_keep_ratio)
         conditions = target if conditions is not None else None
-    made: dict[str, _Tiles] = {}  # by tile shape, shared by all layers
+    made: dict[str, Tiles] = {}  # by tile shape, shared by all layers
     layers = []
     for layer_idx in range(plan.num_layers):
         groups = []
@@ -322,15 +222,15 @@ def _with_veda(
                     target=target,
                     conditions=conditions,
                 )
-                made[str(shape)] = _Tiles.on(device, layout, rule)
+                made[str(shape)] = Tiles.on(device, layout, rule)
             groups.append(made[str(shape)].group(heads, predictor.layer(layer_idx)))
         layers.append(LayerPlan(tuple(groups), plan.request.precision))
     warnings = ()
     kinds = {segment.kind for segment in sequence.segments}
     if not info.tile_conditions and kinds & {"cond", "ref_img"}:
         warnings = (
-            "This Veda predictor was trained on text to video; with keyframes or references it is "
-            "outside its training. They are kept whole.",
+            "This Veda predictor knows text to video only: keyframes and references are kept "
+            "whole, and a clip with them is outside its training.",
         )
     schedule = plan.schedule
     if plan.dense_request.first_steps == AUTO:

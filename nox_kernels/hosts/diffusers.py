@@ -16,8 +16,9 @@ from torch import Tensor
 from ..attention import attend_layer
 from ..capability import KernelCase, KernelSpec, pick
 from ..errors import NoKernelError, NoxError, RequestError, SequenceError
+from ..layer_plan import LayerPlan
 from ..layout_table import PRESETS, LayoutTable, preset_table
-from ..plan import Decision, LayerPlan, Plan, make_plan
+from ..plan import Decision, Plan, make_plan
 from ..request import WINDOWS, AttentionRequest, DenseRequest
 from ..schedule import Schedule
 from ..sequence import Segment, Sequence, grid_of_positions, t2va_sequence

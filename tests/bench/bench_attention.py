@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nox_kernels.attention import attend_layer
 from nox_kernels.capability import KernelCase, pick
+from nox_kernels.layer_plan import LayerPlan
 from nox_kernels.layout_table import preset_table
-from nox_kernels.plan import LayerPlan, make_plan
+from nox_kernels.plan import make_plan
 from nox_kernels.request import AttentionRequest, DenseRequest
 from nox_kernels.schedule import Schedule
 from nox_kernels.sequence import t2va_sequence

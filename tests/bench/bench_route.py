@@ -15,8 +15,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nox_kernels.attention import route_group
+from nox_kernels.layer_plan import HeadGroup
 from nox_kernels.layout_table import preset_table
-from nox_kernels.plan import HeadGroup, make_plan
+from nox_kernels.plan import make_plan
 from nox_kernels.request import AttentionRequest, DenseRequest
 from nox_kernels.schedule import Schedule
 from nox_kernels.sequence import t2va_sequence

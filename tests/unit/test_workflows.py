@@ -39,7 +39,15 @@ CORE_NODES = {
 # In the order of each node's schema: a saved graph holds its values by position.
 NOX_WIDGETS = {
     "NoxLoadH3": ["unet_name", "weight_dtype", "lora_name", "lora_strength"],
-    "NoxAttention": ["mode", "budget", "layout", "precision"],
+    "NoxAttention": [
+        "mode",
+        "budget",
+        "layout",
+        "precision",
+        "veda_budget",
+        "on_unknown_geometry",
+        "route_references",
+    ],
     "NoxSaveVideo": ["fps", "filename_prefix", "format", "crf", "save_metadata"],
 }
 FILES = {
@@ -185,7 +193,7 @@ def test_defaults(workflow):
     values = {kind: workflow.only(kind)["widgets_values"] for kind in NOX_WIDGETS}
     files = [FILES["diffusion_models"], "default", FILES["loras"], 1]
     assert values["NoxLoadH3"] == files
-    assert values["NoxAttention"] == ["sage", 15, "windows", "accurate"]
+    assert values["NoxAttention"] == ["sage", 15, "windows", "accurate", 0, "error", False]
     assert values["NoxSaveVideo"] == [24, "video/Nox_H3", "mp4 (H.264 + AAC)", 18, True]
     assert workflow.only("CLIPLoader")["widgets_values"] == [
         FILES["text_encoders"],
