@@ -98,6 +98,31 @@ const calls = {
     await page.waitForTimeout(60);
   },
 
+  /** Add a node below all others, as the search dialog does; returns its id. */
+  async add(type) {
+    const id = await page.evaluate((type) => {
+      const bottom = Math.max(...app.graph.nodes.map((node) => node.pos[1] + node.size[1]));
+      const node = LiteGraph.createNode(type);
+      node.pos = [0, bottom + 100];
+      app.graph.add(node);
+      return Number(node.id);
+    }, type);
+    await settle();
+    return id;
+  },
+
+  /** Drag a wire from an output to an input. */
+  async connect(from, output, to, input) {
+    await page.evaluate(
+      ([from, output, to, input]) => {
+        const [source, target] = [from, to].map((id) => app.graph.getNodeById(id));
+        source.connect(source.findOutputSlot(output), target, target.findInputSlot(input));
+      },
+      [from, output, to, input],
+    );
+    await settle();
+  },
+
   /** Put one node into a subgraph and promote widgets; returns the id of the subgraph's node. */
   async enclose(id, names) {
     const outer = await page.evaluate((id) => {

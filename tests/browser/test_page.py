@@ -13,6 +13,17 @@ IMAGE = "Nox H3 Image to Video and Audio"
 NUM_CALLS = 32
 # another one for each run, or the second would come from the cache
 SEEDS = itertools.count(1)
+MODES = ("sparse", "veda", "dense", "sage", "sparse")  # a way through every value
+DEFAULTS = {
+    "mode": "sage",
+    "budget": 15,
+    "layout": "windows",
+    "precision": "accurate",
+    "veda_budget": 0,
+    "on_unknown_geometry": "error",
+    "route_references": False,
+}
+BEFORE_VEDA = ["mode", "budget", "layout", "precision"]  # widgets of the node's first version
 
 
 def read(name: str) -> dict:
@@ -36,6 +47,26 @@ def wires(graph: dict) -> list:
 
 def wires_at(graph: dict, node_id: int) -> int:
     return sum(node_id in (link[1], link[3]) for link in graph["links"])
+
+
+def as_saved_before_veda(graph: dict, values: list, named: bool) -> dict:
+    """The graph as the page saved it when Nox H3 Attention had four widgets and one socket."""
+    (node,) = [node for node in graph["nodes"] if node["type"] == "NoxAttention"]
+    node["inputs"] = [i for i in node["inputs"] if i["name"] in ["model", *BEFORE_VEDA]]
+    node["size"] = [380, 130]
+    node["widgets_values"] = values
+    del node["widgets_values_named"]
+    if named:  # older pages save values by position alone
+        node["widgets_values_named"] = dict(zip(BEFORE_VEDA, values, strict=True))
+    return graph
+
+
+def add_predictor(page, graph: dict, file: str) -> int:
+    """Nox Load Veda Predictor, wired to the graph's Nox H3 Attention; returns its id."""
+    loader = page.add("NoxLoadVedaPredictor")
+    page.set(loader, "predictor_name", file)
+    page.connect(loader, "predictor", id_of(graph, "NoxAttention"), "predictor")
+    return loader
 
 
 def make_small(page, graph: dict) -> None:
@@ -76,30 +107,70 @@ def test_budget_and_wires_survive_every_mode(page):
     page.load(graph)
     node = id_of(graph, "NoxAttention")
     page.set(node, "budget", 37)
-    for mode in ("sparse", "dense", "sage", "sparse"):
+    for mode in MODES:
         page.set(node, "mode", mode)
-        values = {"mode": mode, "budget": 37, "layout": "windows", "precision": "accurate"}
+        values = {**DEFAULTS, "mode": mode, "budget": 37}
         assert page.widgets(node) == values
         assert wires(page.graph()) == wires(graph)
         inputs = page.prompt()[str(node)]["inputs"]
         assert inputs == {**values, "model": [str(id_of(graph, "NoxLoadH3")), 0]}
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["with names", "by position"])
+def test_a_graph_saved_before_veda_opens_unshifted(page, named):
+    values = ["sparse", 37, "raster", "faithful"]
+    saved = as_saved_before_veda(read(TEXT), values, named)
+    assert page.load(saved) == []
+    node = id_of(saved, "NoxAttention")
+    expected = DEFAULTS | dict(zip(BEFORE_VEDA, values, strict=True))
+    assert page.widgets(node) == expected
+    assert wires(page.graph()) == wires(saved)
+    inputs = page.prompt()[str(node)]["inputs"]
+    assert inputs == {**expected, "model": [str(id_of(saved, "NoxLoadH3")), 0]}
+
+
+def test_values_and_wires_survive_every_mode_with_a_predictor(page):
+    graph = read(TEXT)
+    page.load(graph)
+    node = id_of(graph, "NoxAttention")
+    loader = add_predictor(page, graph, "tiny.safetensors")
+    values = {"budget": 37, "veda_budget": 12, "on_unknown_geometry": "sparse"}
+    for name, value in values.items():
+        page.set(node, name, value)
+    before = page.graph()
+    assert wires_at(before, loader) == 1
+    for mode in MODES:
+        page.set(node, "mode", mode)
+        assert page.widgets(node) == {**DEFAULTS, **values, "mode": mode}
+        assert wires(page.graph()) == wires(before)
+        prompt = page.prompt()
+        assert prompt[str(node)]["inputs"]["predictor"] == [str(loader), 0]
+        assert prompt[str(loader)]["inputs"] == {"predictor_name": "tiny.safetensors"}
+    # and the whole once more from its file
+    page.load(page.graph())
+    assert page.widgets(node) == {**DEFAULTS, **values, "mode": "sparse"}
+    assert page.widgets(loader) == {"predictor_name": "tiny.safetensors"}
+    assert wires(page.graph()) == wires(before)
+    assert page.prompt() == prompt
+
+
 def test_budget_and_wires_survive_every_mode_when_promoted_from_a_subgraph(page):
     graph = read(TEXT)
     page.load(graph)
     node = id_of(graph, "NoxAttention")
+    loader = add_predictor(page, graph, "tiny.safetensors")
     outer = page.enclose(node, ["mode", "budget"])
     assert page.widgets(outer) == {"mode": "sage", "budget": 15}
     before = page.graph()
-    assert wires_at(before, outer) == 3  # from the loader, to the scheduler and the guider
+    assert wires_at(before, outer) == 4  # from both loaders, to the scheduler and the guider
     page.set(outer, "budget", 37)
-    for mode in ("sparse", "dense", "sage", "sparse"):
+    for mode in MODES:
         page.set(outer, "mode", mode)
         assert page.widgets(outer) == {"mode": mode, "budget": 37}
         assert wires(page.graph()) == wires(before)
         inputs = page.prompt()[f"{outer}:{node}"]["inputs"]
         assert (inputs["mode"], inputs["budget"]) == (mode, 37)
+        assert inputs["predictor"] == [str(loader), 0]
     # and the whole once more from its file
     page.load(page.graph())
     assert page.widgets(outer) == {"mode": "sparse", "budget": 37}
@@ -129,12 +200,31 @@ def test_run_saves_a_clip_and_says_what_ran(page, name):
     assert str(NUM_CALLS) in page.badge(node)
     # what the page adds after a run has no place among the saved values
     assert page.widgets(saver) == before
-    assert page.widgets(node) == {
-        "mode": "sparse",
-        "budget": 20,
-        "layout": "windows",
-        "precision": "accurate",
-    }
+    assert page.widgets(node) == {**DEFAULTS, "mode": "sparse", "budget": 20}
+
+
+def test_veda_names_the_canvases_it_knows_and_runs_on_one(page):
+    graph = read(TEXT)
+    page.load(graph)
+    make_small(page, graph)
+    node, h3 = id_of(graph, "NoxAttention"), id_of(graph, "MiniMaxH3ImageToVideo")
+    loader = add_predictor(page, graph, "tiny.safetensors")
+    page.set(node, "mode", "veda")
+    page.set(id_of(graph, "RandomNoise"), "noise_seed", next(SEEDS))
+    result = page.run()
+    assert result["status"] == "error"
+    assert result["error"].startswith("Veda has no plan for 256x192, 22 frames.")
+    assert "; 256x256 with 22" in result["error"]
+    page.set(h3, "height", 256)  # as it says
+    result = page.run()
+    assert result["status"] == "success", result["error"]
+    (line,) = result["outputs"][str(id_of(graph, "NoxSaveVideo"))]["text"]
+    assert line.startswith("Nox veda ")
+    assert "tiny.safetensors" in line
+    assert f"of {NUM_CALLS} attention calls veda" in line
+    assert f"of {NUM_CALLS} calls veda" in page.badge(node)
+    assert page.widgets(node) == {**DEFAULTS, "mode": "veda"}
+    assert page.widgets(loader) == {"predictor_name": "tiny.safetensors"}
 
 
 def test_dropping_the_saved_file_brings_the_graph_back(page):

@@ -198,7 +198,8 @@ def _make_layouts(folder: Path) -> None:
 
 def _make_predictors(folder: Path) -> None:
     folder.mkdir()
-    every = tuple(graphs.CANVASES)
+    every = {canvas: canvas.lower() for canvas in graphs.CANVASES}  # plans by their canvas
+    one = {"LARGE": "16x9_t102"}  # a name of the released predictors
     # On canvases this small 10 %, as released, would keep each tile's own alone, whatever the
     # scores. Half is 2 of 4 tiles on the medium canvas.
     tiny = {"target_budget": Budget("ratio", 0.5)}
@@ -208,23 +209,19 @@ def _make_predictors(folder: Path) -> None:
         "count_term": True,
     }
     tiled = {"tile_conditions": True, "condition_budget": Budget("tiles", 1.0)}
-    for name, num_layers, known, settings in (
+    for name, num_layers, names, settings in (
         ("tiny", 4, every, tiny),
         ("other_weights", 4, every, tiny | {"seed": 1}),
-        ("only_large", 4, ("LARGE",), {"dtype": "bfloat16"}),
-        ("other_model", 2, ("LARGE",), {}),
+        ("only_large", 4, one, {"dtype": "bfloat16"}),
+        ("other_model", 2, one, {}),
         ("whole_conditions", 4, every, extended),
         ("tiled_conditions", 4, every, extended | tiled),
     ):
         sizes = {"num_layers": num_layers, "num_heads": 4}
+        shapes = ("4x8x4", "8x4x4", "2x8x8")
         plans = [
-            random_plan(
-                canvas.lower(),
-                graphs.grid_of(graphs.CANVASES[canvas]),
-                ("4x8x4", "8x4x4", "2x8x8"),
-                **sizes,
-            )
-            for canvas in known
+            random_plan(plan, graphs.grid_of(graphs.CANVASES[canvas]), shapes, **sizes)
+            for canvas, plan in names.items()
         ]
         bundle = random_bundle(tuple(plans), **sizes, **settings)
         write_bundle(folder / f"{name}.safetensors", bundle)

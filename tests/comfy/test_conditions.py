@@ -4,16 +4,11 @@ import re
 
 import comfy_graphs as graphs
 import pytest
-from comfy_graphs import LARGE, MEDIUM, SMALL, attention, latent_graph, task_graph, veda
+from comfy_graphs import LARGE, MEDIUM, attention, latent_graph, task_graph, veda
 
-OUTSIDE = (
-    "Nox: This Veda predictor was trained on text to video; with keyframes or references it is "
-    "outside its training. They are kept whole."
-)
+OUTSIDE = "outside its training"
 TILED, WHOLE = "tiled_conditions.safetensors", "whole_conditions.safetensors"
-MANY = "Visual references are "
-# 7 x 10 x 16 = 1120 rows: from 1024 on a reference may be routed
-BIG_CLIP = (512, 320)
+MANY = "Nox: Visual references are "
 
 
 def run(host, graph):
@@ -27,7 +22,7 @@ def kept_percent(result) -> float:
 
 
 def warnings_of(result) -> list[str]:
-    return [line for line in result.log if line == OUTSIDE or MANY in line]
+    return [line for line in result.log if OUTSIDE in line or line.startswith(MANY)]
 
 
 @pytest.mark.parametrize("name", ["MEDIUM", "LARGE"])
@@ -47,7 +42,9 @@ def test_a_predictor_that_tiles_conditions_routes_them(host, task):
     assert kept_percent(tiled) < kept_percent(whole)
     assert tiled.digest != whole.digest
     assert warnings_of(tiled) == []
-    assert warnings_of(whole) == [OUTSIDE]
+    (warning,) = warnings_of(whole)
+    assert OUTSIDE in warning
+    assert "kept whole" in warning
     assert "3 of 8 attention calls veda" in tiled.report
     assert "3 of 8 attention calls veda" in whole.report
 
@@ -58,27 +55,47 @@ def test_a_whole_budget_routes_no_condition_either(host):
     assert run(host, graph).digest == sage.digest
 
 
-def test_text_to_video_is_within_a_predictors_training(host):
+def test_only_conditions_are_outside_a_predictors_training(host):
     assert warnings_of(run(host, latent_graph(veda(), steps=2))) == []
+    (warning,) = warnings_of(run(host, task_graph("keyframes", veda(), steps=2)))
+    assert OUTSIDE in warning
+
+
+def references(host, side: int, **values):
+    """The sparse render with a reference picture of so many tokens a side."""
+    node = attention("sparse", budget=10, layout="raster", **values)
+    return run(host, latent_graph(node, reference=side, steps=2))
 
 
 def test_large_references_are_said_to_cost_until_they_are_routed(host):
-    def references(**values):
-        node = attention("sparse", budget=10, **values)
-        return run(host, task_graph("references", node, canvas=SMALL, clip=BIG_CLIP, steps=2))
-
-    kept, routed = references(), references(route_references=True)
-    (warning,) = warnings_of(kept)
-    assert warning.endswith("To route the large ones too, turn on route_references.")
+    # 32 x 32 tokens are the fewest that may be routed; the video has 224
+    kept, routed = references(host, 32), references(host, 32, route_references=True)
+    assert warnings_of(kept) == [
+        "Nox: Visual references are 457 % as many rows as the video, and sparse keeps them all. To "
+        "route the large ones too, turn on route_references."
+    ]
     assert warnings_of(routed) == []
-    assert kept_percent(routed) < kept_percent(kept) - 10
+    # Of 11 query tiles and 22 KV tiles: 2 of video, 8 of text and picture, 1 with sound.
+    assert kept_percent(kept) == round(100 * (2 * 21 + 8 * 19 + 22) / (11 * 22), 1)
+    # 15 KV tiles hold nothing but the picture; beside its own a query tile keeps 2 of them
+    assert kept_percent(routed) == round(100 * (2 * 8 + 7 + 7 * 8 + 22) / (11 * 22), 1)
     assert routed.digest != kept.digest
 
 
-def test_routing_references_changes_nothing_without_a_large_one(host):
-    def references(**values):
-        node = attention("sparse", budget=1, layout="raster", **values)
-        return run(host, task_graph("references", node, steps=2))
-
-    kept, routed = references(), references(route_references=True)
+def test_a_reference_below_the_limit_stays_whole(host):
+    kept, routed = references(host, 31), references(host, 31, route_references=True)
     assert (routed.digest, routed.report) == (kept.digest, kept.report)
+
+
+def test_few_references_are_not_worth_a_warning(host):
+    # 49 and 64 of 224 rows; the limit is a quarter
+    assert warnings_of(references(host, 7)) == []
+    assert len(warnings_of(references(host, 8))) == 1
+
+
+def test_routing_references_is_of_mode_sparse_alone(host):
+    plain, routed = (
+        run(host, latent_graph(veda(route_references=on), reference=32, steps=2))
+        for on in (False, True)
+    )
+    assert (routed.digest, routed.report) == (plain.digest, plain.report)

@@ -128,6 +128,11 @@ def test_two_conditions_of_two_lengths_keep_the_same_steps_dense(host):
     assert result.digest != plain.digest
 
 
+def test_an_int8_checkpoint_is_routed_too(host):
+    result = run(host, veda(), unet="tiny_h3_dit_int8_convrot.safetensors")
+    assert "3 of 8 attention calls veda" in result.report
+
+
 def test_the_shipped_image_workflow_renders_a_file_that_plays(host):
     prompt = shipped_prompt(host, "i2v")
     predictor = prompt.add("NoxLoadVedaPredictor", predictor_name="tiny.safetensors")

@@ -2,7 +2,15 @@
 
 import pytest
 from comfy_files import tags_of
-from comfy_graphs import LARGE, MEDIUM, attention, latent_graph, veda, video_graph
+from comfy_graphs import (
+    LARGE,
+    MEDIUM,
+    attention,
+    latent_graph,
+    task_graph,
+    veda,
+    video_graph,
+)
 from comfy_page import PageListener
 
 
@@ -49,15 +57,32 @@ def test_every_text_has_at_most_two_lines_of_thirty_characters(texts):
         assert_it_fits(text)
 
 
-def test_budgets_in_tiles_and_one_plan_fit_too(host):
+def test_a_budget_in_tiles_is_worded_as_one(host):
     host.unload(forget_nodes=True)
     texts = texts_of(host, latent_graph(veda("tiled_conditions.safetensors"), steps=2))
     assert texts["NoxLoadVedaPredictor"] == ["keeps 1.5 tiles, 4 plans.\nstep 0"]
-    assert "small fits: " in texts["NoxAttention"][-2]
+    fits = texts["NoxAttention"][-2]
+    assert fits.startswith("small fits: ")
+    assert fits.endswith("\nbudget 1.5 tiles")
+
+
+def test_the_names_of_released_plans_leave_room_for_the_rest(host):
+    host.unload(forget_nodes=True)
     texts = texts_of(host, latent_graph(veda("only_large.safetensors"), canvas=LARGE, steps=2))
     assert texts["NoxLoadVedaPredictor"] == ["keeps 10 %, 1 plan.\nstep 0"]
+    fits = texts["NoxAttention"][-2]
+    assert_it_fits(fits)
+    assert fits.startswith("16x9_t102 fits")
+    assert "~" not in fits  # nothing was cut
+
+
+def test_nox_attention_says_that_keyframes_are_outside_the_predictors_training(host):
+    texts = texts_of(host, task_graph("keyframes", veda(), canvas=MEDIUM, steps=2))
     for text in texts["NoxAttention"]:
         assert_it_fits(text)
+    first, second = texts["NoxAttention"][-2].split("\n")
+    assert first.startswith("medium fits: ")
+    assert second == "outside its training: see log"
 
 
 @pytest.mark.parametrize("choice", ["sparse", "dense"])

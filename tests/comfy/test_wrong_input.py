@@ -239,8 +239,8 @@ def test_a_layout_that_is_not_there_is_refused_by_name(host, name):
         ),
         (
             "bands-v0",
-            "Layout table 'bands-v0' is for 50 layers of 56 heads, but this model has 4 layers "
-            "of 4.",
+            "Layout bands-v0 is for a model of 50 layers, but this model has 4. Choose layout "
+            "windows.",
         ),
     ],
 )

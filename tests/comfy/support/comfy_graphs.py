@@ -96,9 +96,14 @@ def add_model(graph: Graph, *patches, unet=UNET) -> list:
     return model
 
 
-def add_conditioning(graph: Graph, prompt="a red ball", tokens=16) -> list:
-    """Text states that ComfyUI's cache has never seen: every run samples, loaders stay cached."""
-    return graph.add("TinyH3Conditioning", prompt=prompt, tokens=tokens, run=next(_runs))
+def add_conditioning(graph: Graph, prompt="a red ball", tokens=16, reference=0) -> list:
+    """Text states that ComfyUI's cache has never seen: every run samples, loaders stay cached.
+
+    `reference` is the side of a square reference picture in tokens; 0 = none.
+    """
+    return graph.add(
+        "TinyH3Conditioning", prompt=prompt, tokens=tokens, run=next(_runs), reference=reference
+    )
 
 
 def add_sampler(
@@ -147,11 +152,13 @@ def grid_of(canvas: dict):
     return token_grid(canvas["width"], canvas["height"], canvas["length"])
 
 
-def latent_graph(*patches, canvas=SMALL, unet=UNET, tokens=16, negative=None, **sampling) -> Graph:
+def latent_graph(
+    *patches, canvas=SMALL, unet=UNET, tokens=16, reference=0, negative=None, **sampling
+) -> Graph:
     """Text to latent, saved before any decoder; `negative` is a second prompt."""
     graph = Graph()
     model = add_model(graph, *patches, unet=unet)
-    positive = add_conditioning(graph, tokens=tokens)
+    positive = add_conditioning(graph, tokens=tokens, reference=reference)
     if negative is not None:
         negative = add_conditioning(graph, negative, tokens + 7)
     latent = graph.add("EmptyMiniMaxH3LatentAV", **canvas)
@@ -188,16 +195,8 @@ def video_graph(*patches, canvas=SMALL, **sampling) -> Graph:
     return graph
 
 
-def task_graph(task: str, *patches, canvas=SMALL, clip=(128, 128), **sampling) -> Graph:
-    """Keyframes or references to latent, through the text encoder and the VAEs.
-
-    Args:
-        task: "keyframes" or "references".
-        patches: Of the model.
-        canvas: Of the video.
-        clip: Width and height of the reference video.
-        sampling: See `add_sampler`.
-    """
+def task_graph(task: str, *patches, canvas=SMALL, **sampling) -> Graph:
+    """Keyframes or references to latent, through the text encoder and the VAEs."""
     graph = Graph()
     model = add_model(graph, *patches)
     inputs = {
@@ -210,15 +209,14 @@ def task_graph(task: str, *patches, canvas=SMALL, clip=(128, 128), **sampling) -
         inputs |= {"prompt": "a red ball", "first_frame": image, "last_frame": image}
         start = graph.add("MiniMaxH3ImageToVideo", **inputs)
     else:
-        width, height = clip
-        frames = graph.add("EmptyImage", width=width, height=height, batch_size=22, color=255)
+        clip = graph.add("EmptyImage", width=128, height=128, batch_size=22, color=255)
         sound = graph.add("EmptyAudio", duration=1.0, sample_rate=44100, channels=2)
         inputs |= {
             "audio_vae": graph.add("VAELoader", vae_name=AUDIO_VAE),
             "prompt": "<Picture 1> <Video 1> <Audio 1>",
             "ref_image_size": "match",
             "ref_images.ref_image_0": image,
-            "ref_videos.ref_video_0": frames,
+            "ref_videos.ref_video_0": clip,
             "ref_video_audios.ref_video_audio_0": sound,
             "ref_audios.ref_audio_0": sound,
         }

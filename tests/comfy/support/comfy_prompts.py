@@ -34,16 +34,4 @@ def shipped_prompt(host: Host, name: str) -> graphs.Graph:
         if node["class_type"] == "VAELoader":
             is_audio = "audio" in inputs["vae_name"]
             inputs["vae_name"] = graphs.AUDIO_VAE if is_audio else graphs.VIDEO_VAE
-        if node["class_type"] == "NoxAttention":
-            node["inputs"] = _defaults(host, "NoxAttention") | inputs
     return prompt
-
-
-def _defaults(host: Host, class_type: str) -> dict:
-    """What ComfyUI's page fills in where a saved graph is older than an input."""
-    required = host.get_json(f"/object_info/{class_type}")[class_type]["input"]["required"]
-    return {
-        name: entry[1]["default"]
-        for name, entry in required.items()
-        if len(entry) > 1 and "default" in entry[1]
-    }

@@ -20,7 +20,11 @@ TEXT_DIM = json.loads((Path(__file__).parent / "sizes.json").read_text(encoding=
 
 
 class TinyH3Conditioning(io.ComfyNode):
-    """Conditioning for H3 without a text encoder: a fixed pseudo-random function of the prompt."""
+    """Conditioning for H3 without a text encoder: a fixed pseudo-random function of the prompt.
+
+    With `reference` it has a square reference picture of as many tokens a side, which no VAE had to
+    encode.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -32,17 +36,25 @@ class TinyH3Conditioning(io.ComfyNode):
                 io.String.Input("prompt", multiline=True, default="a test"),
                 io.Int.Input("tokens", default=16, min=1, max=4096),
                 io.Int.Input("run", default=0, max=1 << 40),
+                io.Int.Input("reference", default=0, min=0, max=64, optional=True),
             ],
             outputs=[io.Conditioning.Output()],
         )
 
     @classmethod
-    def execute(cls, prompt, tokens, run) -> io.NodeOutput:
+    def execute(cls, prompt, tokens, run, reference=0) -> io.NodeOutput:
         """Text states of shape [1, tokens, text_dim]."""
         seed = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:7], "big")
-        states = torch.randn(1, tokens, TEXT_DIM, generator=torch.Generator().manual_seed(seed))
-        tags = torch.ones(tokens, dtype=torch.long)  # all text, no vision rows
-        return io.NodeOutput([[states, {"minimax_token_tags": tags}]])
+        generator = torch.Generator().manual_seed(seed)
+        states = torch.randn(1, tokens, TEXT_DIM, generator=generator)
+        # all text, no vision rows
+        values = {"minimax_token_tags": torch.ones(tokens, dtype=torch.long)}
+        if reference:
+            size = 2 * reference  # a token is 2 x 2 latent cells
+            latent = torch.randn(1, 24, 1, size, size, generator=generator)
+            picture = {"kind": "image", "latent_h": size, "latent_w": size, "latent": latent}
+            values["minimax_refs"] = [picture]
+        return io.NodeOutput([[states, values]])
 
 
 class TinyH3SaveLatent(io.ComfyNode):
