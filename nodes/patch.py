@@ -177,6 +177,7 @@ def _refuse_geometry(session: Session, latent_shapes: list | None) -> None:
         grid = h3_sequence.grid_of_latent(latent_shapes[0])
         info = session.predictor.model.info
         if info.plan_for(grid) is None:
+            status.refuse_geometry(session)
             raise RequestError(info.unknown_geometry(grid))
 
 

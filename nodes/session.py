@@ -36,19 +36,21 @@ class VedaUse:
         plan: Its plan for the clip.
         budget: In force, such as "10 %" or "32 tiles".
         provenance: Where its weights come from; "" if the file does not say.
+        is_trained_for_it: The clip has no conditions that the predictor never saw.
     """
 
     predictor: str
     plan: str
     budget: str
     provenance: str
+    is_trained_for_it: bool
 
     @classmethod
     def of(cls, plan: Plan, info: BundleInfo) -> "VedaUse":
         """What a plan uses of a predictor."""
         ratio = plan.request.veda_keep_ratio
         budget = Budget("ratio", ratio) if ratio else info.target_budget
-        return cls(info.name, plan.veda_plan.name, str(budget), info.provenance)
+        return cls(info.name, plan.veda_plan.name, str(budget), info.provenance, not plan.warnings)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Report:
         if request.mode != "veda":
             return sparse if request.mode == "sparse" else request.mode
         if self.veda is not None:
-            return f"veda {self.veda.budget}, {self.veda.predictor}, plan {self.veda.plan}"
+            note = "" if self.veda.is_trained_for_it else " (conditions: not trained for)"
+            return f"veda {self.veda.budget}, {self.veda.predictor}, plan {self.veda.plan}{note}"
         return f"veda without a plan, so {sparse if self._kind == 'sparse' else 'dense'}"
 
     @property

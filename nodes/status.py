@@ -25,25 +25,35 @@ def show(node_id: str, text: str) -> None:
 
 def describe_predictor(node_id: str, info: BundleInfo) -> None:
     """Say what a predictor is, on the node that loaded it."""
+    sizes = f"{len(info.plans)} size{'s' if len(info.plans) > 1 else ''}"
     log.info(
-        "Nox: Veda predictor %s keeps %s and knows %d canvases and lengths%s.",
+        "Nox: Veda predictor %s keeps %s and knows %s%s.",
         info.name,
         info.target_budget,
-        len(info.plans),
+        sizes,
         f" ({info.provenance})" if info.provenance else "",
     )
-    plans = f"{len(info.plans)} plan{'s' if len(info.plans) > 1 else ''}"
     kind, step = info.metadata.get("source_weights"), info.metadata.get("step")
     weights = [f"{kind} weights" if kind else "", f"step {step}" if step else ""]
     second = ", ".join(filter(None, weights))
-    show(node_id, _lines(f"keeps {info.target_budget}, {plans}.", second))
+    show(node_id, _lines(f"keeps {info.target_budget}, knows {sizes}.", second))
+
+
+def refuse_geometry(session: Session) -> None:
+    """Say on the node why the run that starts now will not."""
+    show(session.node_id, _lines("Veda does not know this size.", "The error says which it knows."))
 
 
 def describe_plan(session: Session, plan: Plan) -> None:
     """Say before a run what was decided for its clip, and what speaks against it."""
     for warning in plan.warnings:
         log.warning("Nox: %s", warning)
+    request = plan.request
     if plan.veda_plan is None:
+        if request.mode == "veda":
+            instead = "mode sparse" if plan.routed_layers else "ComfyUI's own attention"
+            lines = _lines("Veda does not know this size.", f"{instead} runs.")
+            show(session.node_id, lines)
         return
     use = VedaUse.of(plan, session.predictor.model.info)
     share = f"{100 * plan.kept_share:.1f} %"
@@ -54,8 +64,8 @@ def describe_plan(session: Session, plan: Plan) -> None:
         share,
         f" ({use.provenance})" if use.provenance else "",
     )
-    second = "outside its training: see log" if plan.warnings else f"budget {use.budget}"
-    show(session.node_id, _lines(f"{use.plan} fits: {share} of tiles.", second))
+    second = "Conditions: not trained for." if plan.warnings else f"{share} of tile pairs in all."
+    show(session.node_id, _lines(f"{use.plan} fits, keeps {use.budget}.", second))
 
 
 def _lines(*lines: str) -> str:
@@ -84,7 +94,7 @@ def announce(session: Session, device: torch.device) -> None:
             session.request.mode,
             kernel,
         )
-        show(session.node_id, "PyTorch reference: slow\nfor speed choose mode dense")
+        show(session.node_id, "PyTorch reference: slow.\nFor speed choose mode dense.")
 
 
 def report(node_id: str, result: Report) -> None:

@@ -60,10 +60,12 @@ class Plan:
 
     @property
     def kept_share(self) -> float:
-        """Share of tile pairs that routed layers compute."""
-        if not self.routed_layers:
-            return 1.0
-        return sum(layer.kept_share for layer in self.routed_layers) / len(self.routed_layers)
+        """Share of tile pairs that routed layers compute, where they are not dense."""
+        dense = self.dense_request.blocks
+        shares = [
+            layer.kept_share for idx, layer in enumerate(self.routed_layers) if idx not in dense
+        ]
+        return sum(shares) / len(shares) if shares else 1.0
 
     def decide(self, layer_idx: int, sigma: float) -> Decision:
         """What layer `layer_idx` runs at `sigma`."""

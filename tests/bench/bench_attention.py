@@ -25,25 +25,29 @@ from nox_kernels.plan import make_plan
 from nox_kernels.request import AttentionRequest, DenseRequest
 from nox_kernels.schedule import Schedule
 from nox_kernels.sequence import t2va_sequence
+from nox_kernels.veda.predictor import VedaPredictor
+from nox_kernels.veda.synthetic import random_bundle, random_plan
 
 NUM_HEADS = 56
 SEQUENCE = t2va_sequence(1344, 768, 124, num_text=594)
+MODES = (("sage", 1.0), ("sparse", 0.5), ("sparse", 0.15), ("veda", 0.1))
 
 
-def layer_plan(mode: str, keep_ratio: float, precision: str, device: str) -> LayerPlan:
+def layer_plan(mode: str, keep_ratio: float, num_heads: int, device: str) -> LayerPlan:
+    """One layer of a mode; Veda's predictor has random weights and two tile shapes."""
     dense = DenseRequest(first_steps=0, blocks=())
-    request = AttentionRequest(mode, keep_ratio=keep_ratio, precision=precision)
-    schedule = Schedule.resolve((1.0, 0.0), dense, lambda percent: 1 - percent)
-    table = preset_table("uniform", 1, NUM_HEADS)
+    sizes = {"num_layers": 1, "num_heads": num_heads}
+    veda_plan = random_plan("16x9_t37", SEQUENCE.token_grid, ("4x8x4", "2x8x8"), **sizes)
+    bundle = random_bundle((veda_plan,), **sizes)
     plan = make_plan(
-        request,
+        AttentionRequest(mode, keep_ratio=keep_ratio, veda_keep_ratio=keep_ratio),
         dense,
         SEQUENCE,
-        table,
-        schedule,
-        num_layers=1,
-        num_heads=NUM_HEADS,
+        preset_table("uniform", **sizes),
+        Schedule.resolve((1.0, 0.0), dense, lambda percent: 1 - percent),
         device=device,
+        predictor=VedaPredictor.from_bundle(bundle).to(device),
+        **sizes,
     )
     return plan.layer(0, plan.decide(0, 0.5).kind)
 
@@ -95,8 +99,8 @@ def main() -> None:
         ),
         "torch attention": measure(torch_attention, args.device, args.repeats),
     }
-    for mode, keep_ratio in (("sage", 1.0), ("sparse", 0.5), ("sparse", 0.15)):
-        layer = layer_plan(mode, keep_ratio, "accurate", args.device)
+    for mode, keep_ratio in MODES:
+        layer = layer_plan(mode, keep_ratio, NUM_HEADS, args.device)
         name = mode if mode == "sage" else f"{mode} {100 * keep_ratio:.0f} %"
         timing = measure(
             lambda layer=layer: attend_layer(layer, q, k, v), args.device, args.repeats

@@ -14,42 +14,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench_attention import SEQUENCE, layer_plan  # S = 38,304
+
 from nox_kernels.attention import route_group
 from nox_kernels.layer_plan import HeadGroup
-from nox_kernels.layout_table import preset_table
-from nox_kernels.plan import make_plan
-from nox_kernels.request import AttentionRequest, DenseRequest
-from nox_kernels.schedule import Schedule
-from nox_kernels.sequence import t2va_sequence
-from nox_kernels.veda.predictor import VedaPredictor
-from nox_kernels.veda.synthetic import random_bundle, random_plan
-
-SEQUENCE = t2va_sequence(1344, 768, 124, num_text=594)  # S = 38,304
 
 
-def groups_of(mode: str, num_heads: int, device: str) -> tuple[HeadGroup, ...]:
-    """The head groups of one layer of a mode."""
-    dense = DenseRequest(first_steps=0, blocks=())
-    shapes = ("4x8x4", "2x8x8")
-    veda_plan = random_plan(
-        "16x9_t37", SEQUENCE.token_grid, shapes, num_layers=1, num_heads=num_heads
-    )
-    bundle = random_bundle((veda_plan,), num_layers=1, num_heads=num_heads)
-    plan = make_plan(
-        AttentionRequest(mode, keep_ratio=0.15),
-        dense,
-        SEQUENCE,
-        preset_table("uniform", 1, num_heads),
-        Schedule.resolve((1.0, 0.0), dense, lambda percent: 1 - percent),
-        num_layers=1,
-        num_heads=num_heads,
-        device=device,
-        predictor=VedaPredictor.from_bundle(bundle).to(device),
-    )
-    return plan.layer(0, mode).groups
-
-
-def measure(groups, q, k, repeats: int) -> dict:
+def measure(groups: tuple[HeadGroup, ...], q: torch.Tensor, k: torch.Tensor, repeats: int) -> dict:
     """Median and fastest time of routing every group."""
 
     def synchronize():
@@ -96,9 +67,9 @@ def main() -> None:
         "num_rows": SEQUENCE.num_rows,
         "num_heads": args.heads,
     }
-    for mode in ("sparse", "veda"):
-        groups = groups_of(mode, args.heads, args.device)
-        result[mode] = measure(groups, q, k, args.repeats)
+    for mode, keep_ratio in (("sparse", 0.15), ("veda", 0.1)):
+        layer = layer_plan(mode, keep_ratio, args.heads, args.device)
+        result[mode] = measure(layer.groups, q, k, args.repeats)
     print(json.dumps(result, indent=2))
 
 

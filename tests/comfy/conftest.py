@@ -213,6 +213,7 @@ def _make_predictors(folder: Path) -> None:
         ("tiny", 4, every, tiny),
         ("other_weights", 4, every, tiny | {"seed": 1}),
         ("only_large", 4, one, {"dtype": "bfloat16"}),
+        ("long_words", 4, one, {"target_budget": Budget("tiles", 32.0)}),  # a released budget
         ("other_model", 2, one, {}),
         ("whole_conditions", 4, every, extended),
         ("tiled_conditions", 4, every, extended | tiled),

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent.parent / "host"
-FIRST_PORT = 8220
 START_LIMIT_S = 120
 RUN_LIMIT_S = 120
 _LINE_START = re.compile(r"[\r\n]+|\[(?:INFO|WARNING|ERROR)\] ")
@@ -229,11 +228,9 @@ class Host:
 
 
 def _free_port() -> int:
-    for port in range(FIRST_PORT, FIRST_PORT + 200):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
-    raise HostError("no free port")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _has(lines: list[str], start: str) -> bool:
