@@ -146,6 +146,9 @@ class NoxAttention(io.ComfyNode):
             )
         else:
             predictor.model.info.check_model(shape.num_layers, shape.num_heads, shape.head_dim)
-        table = layout_files.load_table(layout, shape.num_layers, shape.num_heads)
+        uses_layout = mode == "sparse" or (mode == "veda" and on_unknown_geometry == "sparse")
+        table = layout_files.load_table(
+            layout if uses_layout else WINDOWS, shape.num_layers, shape.num_heads
+        )
         session = Session(request, table, predictor, shape, str(cls.hidden.unique_id))
         return io.NodeOutput(patch.apply_attention(model, session))

@@ -36,7 +36,7 @@ def describe_predictor(node_id: str, info: BundleInfo) -> None:
     kind, step = info.metadata.get("source_weights"), info.metadata.get("step")
     weights = [f"{kind} weights" if kind else "", f"step {step}" if step else ""]
     second = ", ".join(filter(None, weights))
-    show(node_id, _lines(f"keeps {info.target_budget}, knows {sizes}.", second))
+    show(node_id, _lines(f"keeps {info.target_budget}; {sizes}.", second))
 
 
 def refuse_geometry(session: Session) -> None:
@@ -65,7 +65,7 @@ def describe_plan(session: Session, plan: Plan) -> None:
         f" ({use.provenance})" if use.provenance else "",
     )
     second = "Conditions: not trained for." if plan.warnings else f"{share} of tile pairs in all."
-    show(session.node_id, _lines(f"{use.plan} fits, keeps {use.budget}.", second))
+    show(session.node_id, _lines(f"{use.plan} fits: {use.budget}.", second))
 
 
 def _lines(*lines: str) -> str:

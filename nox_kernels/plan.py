@@ -6,7 +6,7 @@ import torch
 
 from .errors import RequestError
 from .layer_plan import LayerPlan, Tiles
-from .layout import make_layout, packed_layout, raster_layout, veda_layout
+from .layout import LARGE_REFERENCE, make_layout, packed_layout, raster_layout, veda_layout
 from .layout_table import LayoutTable
 from .request import AUTO, AttentionRequest, DenseRequest
 from .route import sparse_rule
@@ -190,14 +190,18 @@ def _with_sparse(plan: Plan, table: LayoutTable, device: torch.device | str) -> 
 
 
 def _reference_warnings(plan: Plan) -> tuple[str, ...]:
-    sequence = plan.sequence
-    num_reference = sum(s.num_rows for s in sequence.segments if s.kind == "ref_img")
-    share = num_reference / sequence.num_video
-    if plan.request.route_references or share <= MANY_REFERENCES:
+    sequence, is_routed = plan.sequence, plan.request.route_references
+    references = [s.num_rows for s in sequence.segments if s.kind == "ref_img"]
+    large = [num_rows for num_rows in references if num_rows >= LARGE_REFERENCE]
+    num_kept = sum(references) - (sum(large) if is_routed else 0)
+    share = num_kept / sequence.num_video
+    if share <= MANY_REFERENCES:
         return ()
+    can_route = large and not is_routed
+    remedy = "turn on route_references" if can_route else "give fewer or smaller ones"
     return (
-        f"Visual references are {100 * share:.0f} % as many rows as the video, and sparse keeps "
-        f"them all. To route the large ones too, turn on route_references.",
+        f"Visual references are kept whole, {100 * share:.0f} % as many rows as the video. To save "
+        f"time, {remedy}.",
     )
 
 

@@ -71,8 +71,8 @@ def test_large_references_are_said_to_cost_until_they_are_routed(host):
     # 32 x 32 tokens are the fewest that may be routed; the video has 224
     kept, routed = references(host, 32), references(host, 32, route_references=True)
     assert warnings_of(kept) == [
-        "Nox: Visual references are 457 % as many rows as the video, and sparse keeps them all. To "
-        "route the large ones too, turn on route_references."
+        "Nox: Visual references are kept whole, 457 % as many rows as the video. To save time, "
+        "turn on route_references."
     ]
     assert warnings_of(routed) == []
     # Of 11 query tiles and 22 KV tiles: 2 of video, 8 of text and picture, 1 with sound.
@@ -85,6 +85,9 @@ def test_large_references_are_said_to_cost_until_they_are_routed(host):
 def test_a_reference_below_the_limit_stays_whole(host):
     kept, routed = references(host, 31), references(host, 31, route_references=True)
     assert (routed.digest, routed.report) == (kept.digest, kept.report)
+    for result in (kept, routed):
+        (warning,) = warnings_of(result)
+        assert warning.endswith("To save time, give fewer or smaller ones.")
 
 
 def test_few_references_are_not_worth_a_warning(host):

@@ -275,13 +275,26 @@ def with_reference(num_rows):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "is_routed", "is_warned"),
-    [(2048, False, True), (2048, True, False), (200, False, False)],
+    ("num_rows", "is_routed", "remedy"),
+    [
+        (2048, False, "turn on route_references"),
+        (2048, True, None),
+        (200, False, None),
+        # too small to be routed, and yet much beside this video
+        (900, False, "give fewer or smaller ones"),
+        (900, True, "give fewer or smaller ones"),
+    ],
 )
-def test_references_that_cost_much_are_named(num_rows, is_routed, is_warned):
+def test_references_that_cost_much_are_named_with_what_helps(num_rows, is_routed, remedy):
     plan = plan_of(with_reference(num_rows), mode="sparse", route_references=is_routed)
-    assert len(plan.warnings) == is_warned
-    if is_warned:
-        assert "turn on route_references" in plan.warnings[0]
-        routed = plan_of(with_reference(num_rows), mode="sparse", route_references=True)
-        assert routed.kept_share < 0.7 * plan.kept_share
+    assert len(plan.warnings) == (remedy is not None)
+    if remedy:
+        assert remedy in plan.warnings[0]
+
+
+def test_routing_a_large_reference_computes_less():
+    shares = [
+        plan_of(with_reference(2048), mode="sparse", route_references=is_routed).kept_share
+        for is_routed in (False, True)
+    ]
+    assert shares[1] < 0.7 * shares[0]
