@@ -82,7 +82,8 @@ class NoxAttention(io.ComfyNode):
                     display_name="veda kept %",
                     advanced=True,
                     tooltip="Only for veda: per cent of the video's tiles that each tile looks at, "
-                    "as the predictor counts them. 0 = what it was trained for; 100 equals sage.",
+                    "as the predictor counts them, and of conditions where it tiles them. 0 = what "
+                    "it was trained for; 100 equals sage.",
                 ),
                 io.Combo.Input(
                     "on_unknown_geometry",

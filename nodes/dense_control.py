@@ -16,9 +16,9 @@ class NoxDenseControl(io.ComfyNode):
             node_id="NoxDenseControl",
             display_name="Nox Dense Steps and Blocks",
             category="Nox",
-            description="Which steps and blocks stay dense while Nox H3 Attention is sparse. Wire "
-            "it before or after Nox H3 Attention; without it, block 0 and the first fifth of the "
-            "schedule are dense.",
+            description="Which steps and blocks stay dense while Nox H3 Attention runs sparse or "
+            "veda. Wire it before or after Nox H3 Attention; without it, block 0 and the first "
+            "fifth of the schedule are dense, under veda the first step.",
             search_aliases=["dense steps", "warmup", "sparse window", "nox"],
             inputs=[
                 io.Model.Input("model", tooltip="A MiniMax-H3 model, from any loader."),
@@ -27,7 +27,8 @@ class NoxDenseControl(io.ComfyNode):
                     default=-1,
                     min=-1,
                     max=50,
-                    tooltip="Dense steps at the start. -1 = auto: 1 of 4 steps, 2 of 8, 4 of 20.",
+                    tooltip="Dense steps at the start. -1 = auto: 1 of 4 steps, 2 of 8, 4 of 20; "
+                    "under veda always 1.",
                 ),
                 io.Int.Input(
                     "last_steps", default=0, min=0, max=50, tooltip="Dense steps at the end."

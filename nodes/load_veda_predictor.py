@@ -1,5 +1,7 @@
 """Nox Load Veda Predictor: a trained scorer of tiles, for mode veda."""
 
+import os
+
 import comfy.model_management
 import comfy.model_patcher
 import folder_paths
@@ -37,6 +39,12 @@ class NoxLoadVedaPredictor(io.ComfyNode):
             outputs=[VedaPredictorType.Output("predictor")],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, predictor_name) -> tuple[int, int]:
+        """A file that was replaced under its name is another predictor."""
+        state = os.stat(folder_paths.get_full_path_or_raise(PREDICTORS, predictor_name))
+        return state.st_mtime_ns, state.st_size
 
     @classmethod
     def execute(cls, predictor_name) -> io.NodeOutput:

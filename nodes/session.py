@@ -7,7 +7,6 @@ from comfy.model_patcher import ModelPatcher
 from ..nox_kernels.layout_table import LayoutTable
 from ..nox_kernels.plan import Plan
 from ..nox_kernels.request import AttentionRequest
-from ..nox_kernels.veda.budget import Budget
 from ..nox_kernels.veda.bundle_info import BundleInfo
 from .h3_sequence import ModelShape
 from .prompt import executing, fingerprints, is_link, running_prompt, written
@@ -48,9 +47,15 @@ class VedaUse:
     @classmethod
     def of(cls, plan: Plan, info: BundleInfo) -> "VedaUse":
         """What a plan uses of a predictor."""
-        ratio = plan.request.veda_keep_ratio
-        budget = Budget("ratio", ratio) if ratio else info.target_budget
-        return cls(info.name, plan.veda_plan.name, str(budget), info.provenance, not plan.warnings)
+        target, conditions = info.budgets(plan.request.veda_keep_ratio)
+        budget = str(target) if conditions is None else f"{target}, conditions {conditions}"
+        return cls(
+            predictor=info.name,
+            plan=plan.veda_plan.label,
+            budget=budget,
+            provenance=info.provenance,
+            is_trained_for_it=info.was_trained_for(plan.sequence),
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from ..nox_kernels.errors import NoKernelError
+from ..nox_kernels.errors import NoKernelError, one_line
 from ..nox_kernels.plan import Plan
 from ..nox_kernels.veda.bundle_info import BundleInfo
 from .prompt import executing
@@ -33,7 +33,7 @@ def describe_predictor(node_id: str, info: BundleInfo) -> None:
         sizes,
         f" ({info.provenance})" if info.provenance else "",
     )
-    kind, step = info.metadata.get("source_weights"), info.metadata.get("step")
+    kind, step = (one_line(info.metadata.get(key, "")) for key in ("source_weights", "step"))
     weights = [f"{kind} weights" if kind else "", f"step {step}" if step else ""]
     second = ", ".join(filter(None, weights))
     show(node_id, _lines(f"keeps {info.target_budget}; {sizes}.", second))
@@ -64,8 +64,9 @@ def describe_plan(session: Session, plan: Plan) -> None:
         share,
         f" ({use.provenance})" if use.provenance else "",
     )
-    second = "Conditions: not trained for." if plan.warnings else f"{share} of tile pairs in all."
-    show(session.node_id, _lines(f"{use.plan} fits: {use.budget}.", second))
+    target, _ = session.predictor.model.info.budgets(request.veda_keep_ratio)
+    tail = " of tile pairs in all." if use.is_trained_for_it else ", conditions untrained."
+    show(session.node_id, _lines(f"{use.plan} fits: {target}.", f"{share}{tail}"))
 
 
 def _lines(*lines: str) -> str:

@@ -19,3 +19,14 @@ class FileError(NoxError, ValueError):
 
 class NoKernelError(NoxError):
     """No kernel serves a case; the message lists every candidate's reason."""
+
+
+def one_line(text: str, limit: int = 40) -> str:
+    """A file's own words for a log or a node: printable, on one line, and not without end."""
+    shown = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
+    return shown if len(text) <= limit else f"{shown[:limit]}..."
+
+
+def quote(value: object, limit: int = 40) -> str:
+    """A file's own value inside a message, in quotes where it is text."""
+    return f"'{one_line(value, limit)}'" if isinstance(value, str) else one_line(repr(value), limit)

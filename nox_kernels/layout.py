@@ -88,7 +88,7 @@ class TileLayout:
         num_real_kv_tiles: KV tiles that hold a row.
         audio_query_tiles: Query tiles that hold a row of target audio, ascending.
         reference_kv_tiles: Of each large visual reference in the tail (see `LARGE_REFERENCE`),
-            the KV tiles that hold nothing else.
+            the KV tiles that are full of it.
     """
 
     name: str

@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import FileError, RequestError
+from . import strict_json
+from .errors import FileError, RequestError, one_line, quote
 from .layout import KV_TILE, MENU, QUERY_TILE, RASTER, swap_axes
 from .sequence import TokenGrid
 
@@ -110,7 +111,7 @@ def preset_table(name: str, num_layers: int, num_heads: int) -> LayoutTable:
 def _expect(document: dict, key: str, wanted, path: Path) -> None:
     if document.get(key) != wanted:
         raise FileError(
-            f"{path.name}: {key} is {document.get(key)!r}, this version of Nox reads {wanted!r}. "
+            f"{path.name}: {key} is {quote(document.get(key))}, this version of Nox reads {wanted!r}. "
             f"Make the table again with Nox Calibrate Layouts."
         )
 
@@ -130,7 +131,7 @@ def _choices(document: dict, orientation: str, num_candidates: int, path: Path) 
         for idx in row:
             if type(idx) is not int or not 0 <= idx < num_candidates:
                 raise FileError(
-                    f"{path.name}: table {orientation}, layer {layer_idx} names candidate {idx!r}; "
+                    f"{path.name}: table {orientation}, layer {layer_idx} names candidate {quote(idx)}; "
                     f"there are {num_candidates}."
                 )
     return tuple(map(tuple, rows))
@@ -144,9 +145,10 @@ def read_table(path: str | Path) -> LayoutTable:
     """
     path = Path(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FileError(f"{path.name} cannot be read as a layout table: {error}.") from error
+        document = strict_json.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = one_line(str(error), 120)
+        raise FileError(f"{path.name} cannot be read as a layout table: {reason}.") from error
     if not isinstance(document, dict):
         raise FileError(f"{path.name} is not a layout table.")
     _expect(document, "format", FORMAT, path)
@@ -155,18 +157,25 @@ def read_table(path: str | Path) -> LayoutTable:
     _expect(document, "tile", TILE, path)
     for key in ("num_layers", "num_heads"):
         if type(document.get(key)) is not int or document[key] < 1:
-            raise FileError(f"{path.name}: {key} is {document.get(key)!r}, a count is needed.")
+            raise FileError(f"{path.name}: {key} is {quote(document.get(key))}, a count is needed.")
     names = document.get("candidates")
     if not isinstance(names, list) or not names:
-        raise FileError(f"{path.name}: candidates is {names!r}, a list of layout names is needed.")
+        raise FileError(
+            f"{path.name}: candidates is {quote(names)}, a list of layout names is needed."
+        )
     for name in names:
         if name not in MENU:
             raise FileError(
-                f"{path.name}: candidate {name!r} is unknown. Known: {', '.join(MENU)}."
+                f"{path.name}: candidate {quote(name)} is unknown. Known: {', '.join(MENU)}."
             )
     tables = document.get("tables")
     if not isinstance(tables, dict):
         raise FileError(f"{path.name}: tables is missing.")
+    unknown = set(tables) - {"landscape", "portrait"}
+    if unknown:
+        raise FileError(
+            f"{path.name}: table {quote(min(unknown))} is unknown; known are landscape and portrait."
+        )
     landscape, portrait = (
         _choices(document, orientation, len(names), path)
         for orientation in ("landscape", "portrait")
@@ -175,10 +184,10 @@ def read_table(path: str | Path) -> LayoutTable:
         raise FileError(f"{path.name}: neither a landscape nor a portrait table is in it.")
     budget = document.get("budget")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
-        raise FileError(f"{path.name}: budget is {budget!r}, it must be in (0, 1].")
+        raise FileError(f"{path.name}: budget is {quote(budget)}, it must be in (0, 1].")
     calibration = document.get("calibration", {})
     if not isinstance(calibration, dict):
-        raise FileError(f"{path.name}: calibration is {calibration!r}, an object is needed.")
+        raise FileError(f"{path.name}: calibration is {quote(calibration)}, an object is needed.")
     return LayoutTable(path.stem, tuple(names), landscape, portrait, float(budget), calibration)
 
 

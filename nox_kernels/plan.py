@@ -12,7 +12,7 @@ from .request import AUTO, AttentionRequest, DenseRequest
 from .route import sparse_rule
 from .schedule import Schedule
 from .sequence import Sequence
-from .veda.budget import Budget, veda_rule
+from .veda.budget import veda_rule
 from .veda.bundle_info import BundleInfo, VedaPlan
 from .veda.predictor import VedaPredictor
 
@@ -145,11 +145,12 @@ def make_plan(
         if veda_plan is not None:
             assert predictor is not None
             return _with_veda(plan, predictor, veda_plan, device)
-        why = info.unknown_geometry(sequence.token_grid)
-        if request.on_unknown_geometry == "error":
-            raise RequestError(why)
-        mode = request.on_unknown_geometry
-        warnings.append(f"{why} So mode {mode} runs instead, as on_unknown_geometry says.")
+        grid, mode = sequence.token_grid, request.on_unknown_geometry
+        if mode == "error":
+            raise RequestError(info.unknown_geometry(grid))
+        warnings.append(
+            f"{info.no_plan(grid)}; mode {mode} runs instead, as on_unknown_geometry says."
+        )
     if mode == "dense":
         native = Decision("native", "Veda has no plan for this geometry")
         return replace(plan, normal=native, warnings=tuple(warnings))
@@ -210,10 +211,7 @@ def _with_veda(
 ) -> Plan:
     """A plan whose layers keep the tiles that a predictor scores best."""
     info, sequence = predictor.info, plan.sequence
-    target, conditions = info.target_budget, info.condition_budget
-    if plan.request.veda_keep_ratio > 0.0:
-        target = Budget("ratio", plan.request.veda_keep_ratio)
-        conditions = target if conditions is not None else None
+    target, conditions = info.budgets(plan.request.veda_keep_ratio)
     made: dict[str, Tiles] = {}  # by tile shape, shared by all layers
     layers = []
     for layer_idx in range(plan.num_layers):
@@ -232,8 +230,7 @@ def _with_veda(
             groups.append(made[str(shape)].group(heads, predictor.layer(layer_idx)))
         layers.append(LayerPlan(tuple(groups), plan.request.precision))
     warnings = ()
-    kinds = {segment.kind for segment in sequence.segments}
-    if not info.tile_conditions and kinds & {"cond", "ref_img"}:
+    if not info.was_trained_for(sequence):
         warnings = (
             "This Veda predictor knows text to video only: keyframes and references are kept "
             "whole, and a clip with them is outside its training.",

@@ -112,8 +112,8 @@ def to_tiles(x: Tensor, slot_row: Tensor, tile: int) -> Tensor:
 def pool_tiles(x: Tensor, slot_row: Tensor, valid_count: Tensor, pooling: str) -> Tensor:
     """Statistics of the real rows of each tile.
 
-    Sums are taken in float64: of bfloat16 values they are exact, so no order of summation, no
-    split over heads and no device moves a near-tie of a route.
+    Sums are taken in float64: of bfloat16 values of like size they are exact, so the order of
+    summation, a split over heads, or the device does not move them.
 
     Args:
         x: [H, S, D], any strides, a float dtype.
@@ -132,21 +132,39 @@ def pool_tiles(x: Tensor, slot_row: Tensor, valid_count: Tensor, pooling: str) -
     slot = slot_row.view(num_tiles, -1)
     is_padding = (slot < 0)[:, :, None]
     # padding repeats a real row, which no extreme minds, and is then cleared for the sums
-    row = torch.where(slot < 0, slot[:, :1], slot).clamp(min=0).flatten()
+    row = torch.where(slot < 0, slot[:, :1], slot).clamp(min=0)
     count = valid_count.clamp(min=1)[:, None]
-    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (len(row) * x.shape[2]))
-    for part, into in zip(x.split(heads_per_chunk), out.split(heads_per_chunk), strict=True):
-        tiles = part.index_select(1, row).unflatten(1, (num_tiles, -1))
-        if num_stats >= 3:
-            into[:, :, 1] = tiles.amax(2)
-            into[:, :, 2] = tiles.amin(2)
-        mean = tiles.masked_fill_(is_padding, 0).sum(2, dtype=torch.float64) / count
-        into[:, :, 0] = mean
-        if num_stats >= 4:
-            apart = (tiles.double() - mean[:, :, None]).masked_fill_(is_padding, 0)
-            into[:, :, 3] = apart.square_().sum(2) / count
+    # half, as the sums take 8 bytes an element
+    elements_per_tile = row.shape[1] * x.shape[2]
+    tiles_per_chunk = max(1, min(num_tiles, ELEMENTS_PER_CHUNK // 2 // elements_per_tile))
+    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // 2 // (tiles_per_chunk * elements_per_tile))
+    for heads, head_out in zip(x.split(heads_per_chunk), out.split(heads_per_chunk), strict=True):
+        for start in range(0, num_tiles, tiles_per_chunk):
+            part = slice(start, start + tiles_per_chunk)
+            tiles = heads.index_select(1, row[part].flatten()).unflatten(1, (-1, row.shape[1]))
+            _pool(tiles, is_padding[part], count[part], head_out[:, part])
     out.masked_fill_((valid_count == 0)[:, None, None], 0)
     return out
+
+
+def _pool(tiles: Tensor, is_padding: Tensor, count: Tensor, out: Tensor) -> None:
+    """Write the statistics of gathered tiles, whose padding is overwritten.
+
+    Args:
+        tiles: [h, n, T, D]; padding repeats a real row.
+        is_padding: [n, T, 1] bool.
+        count: [n, 1] real rows, at least 1.
+        out: [h, n, P, D] float32.
+    """
+    num_stats = out.shape[2]
+    if num_stats >= 3:
+        out[:, :, 1] = tiles.amax(2)
+        out[:, :, 2] = tiles.amin(2)
+    mean = tiles.masked_fill_(is_padding, 0).sum(2, dtype=torch.float64) / count
+    out[:, :, 0] = mean
+    if num_stats >= 4:
+        apart = (tiles - mean[:, :, None]).masked_fill_(is_padding, 0)
+        out[:, :, 3] = apart.square_().sum(2) / count
 
 
 def _float32(x: float) -> float:

@@ -193,8 +193,8 @@ def score_tiles(q_embedding: Tensor, k_embedding: Tensor) -> Tensor:
         k_embedding: [H, Nt, E].
 
     Returns:
-        [H, Nq, Nt] float32, summed in float64: no order of summation, so no batch of heads, moves
-        a near-tie.
+        [H, Nq, Nt] float32, summed in float64: the order of summation, and so how the work is
+        split, moves a score by its last bit at most, and hardly ever.
     """
     return (q_embedding.double() @ k_embedding.double().transpose(1, 2)).float()
 
@@ -229,7 +229,7 @@ def keep_all(layout: TileLayout, num_heads: int) -> Selection:
 
 
 def select(q_embedding: Tensor, k_embedding: Tensor, rule: Rule) -> Selection:
-    """What each query tile keeps: the route itself, in pieces that bound its temporaries.
+    """What each query tile keeps: the route itself, in pieces whose temporaries stay near 64 MB.
 
     Args:
         q_embedding: [H, Nq, E], see `score_tiles`.
@@ -237,8 +237,10 @@ def select(q_embedding: Tensor, k_embedding: Tensor, rule: Rule) -> Selection:
         rule: Of the Nq query tiles.
     """
     (num_heads, num_rows, _), num_tiles = q_embedding.shape, k_embedding.shape[1]
-    rows_per_chunk = max(1, min(num_rows, ELEMENTS_PER_CHUNK // num_tiles))
-    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (rows_per_chunk * num_tiles))
+    # of a pair there are at once its score twice, its rank, its place and some masks
+    pairs_per_chunk = ELEMENTS_PER_CHUNK // 8
+    rows_per_chunk = max(1, min(num_rows, pairs_per_chunk // num_tiles))
+    heads_per_chunk = max(1, pairs_per_chunk // (rows_per_chunk * num_tiles))
     by_head = []
     for head in range(0, num_heads, heads_per_chunk):
         heads = slice(head, head + heads_per_chunk)

@@ -1,11 +1,11 @@
 """Tensor file: the header of a safetensors file, read without its tensors."""
 
-import json
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import FileError
+from . import strict_json
+from .errors import FileError, one_line
 
 MAX_HEADER_BYTES = 1 << 27  # a real header is under 1 MB per thousand tensors
 
@@ -29,6 +29,9 @@ def read_header(path: str | Path) -> Header:
         FileError: The file is not safetensors, or is shorter than its header says; one sentence.
     """
     path = Path(path)
+    if not path.is_file():
+        fault = "it is not a file" if path.exists() else "there is no such file"
+        raise FileError(f"{path.name} cannot be read: {fault}.")
     no_safetensors = f"{path.name} is not a safetensors file. Download it again."
     try:
         size_bytes = path.stat().st_size
@@ -38,31 +41,48 @@ def read_header(path: str | Path) -> Header:
             text = file.read(header_bytes) if header_bytes <= MAX_HEADER_BYTES else b""
     except OSError as error:
         raise FileError(f"{path.name} cannot be read: {error.strerror}.") from error
-    if not 2 <= header_bytes <= MAX_HEADER_BYTES:
+    if not 2 <= header_bytes <= MAX_HEADER_BYTES or not text.startswith(b"{"):
         raise FileError(no_safetensors)
     if len(text) < header_bytes:
         raise FileError(_truncated(path, size_bytes, 8 + header_bytes))
     try:
-        tensors = json.loads(text)
-        metadata = tensors.pop("__metadata__", {})
-        offsets = [tuple(map(int, entry["data_offsets"])) for entry in tensors.values()]
-        is_valid = all(0 <= first <= last for first, last in offsets)
-        is_valid &= all(isinstance(value, str) for value in metadata.values())
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        raise FileError(no_safetensors) from error
-    if not offsets or not is_valid:
-        raise FileError(no_safetensors)
-    end = max(last for _, last in offsets)
+        header = _parse(text)
+    except ValueError as error:
+        raise FileError(damaged(path, error)) from error
+    end = max(entry["data_offsets"][1] for entry in header.tensors.values())
     if 8 + header_bytes + end > size_bytes:
         raise FileError(_truncated(path, size_bytes, 8 + header_bytes + end))
+    return header
+
+
+def _parse(text: bytes) -> Header:
+    """Raises ValueError with the fault."""
+    tensors = strict_json.parse(text)
+    if not isinstance(tensors, dict):
+        raise ValueError("it does not list tensors")
+    metadata = tensors.pop("__metadata__", {})
+    is_text = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not is_text:
+        raise ValueError("its metadata are not text")
+    if not all(map(_has_place, tensors.values())):
+        raise ValueError("it does not say where a tensor is")
+    if not tensors:
+        raise ValueError("it lists no tensor")
     return Header(tensors, metadata)
+
+
+def _has_place(entry: object) -> bool:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    first, last = offsets
+    return type(first) is int and type(last) is int and 0 <= first <= last
+
+
+def damaged(path: Path, fault: Exception) -> str:
+    """The sentence for a safetensors file that is wrong in itself."""
+    reason = one_line(str(fault), 120).rstrip(".")
+    return f"{path.name} is a damaged safetensors file ({reason}). Download it again."
 
 
 def _truncated(path: Path, size_bytes: int, needed_bytes: int) -> str:

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..errors import FileError
-from ..tensor_file import read_header
-from .bundle_info import BundleInfo, FaultError, quote, read_info
+from ..errors import FileError, quote
+from ..tensor_file import damaged, read_header
+from .bundle_info import BundleInfo, FaultError, read_info, write_metadata
 
 SCALE = ".__scale"  # name of an e4m3 tensor's scales, behind its own
 E4M3 = torch.float8_e4m3fn
@@ -43,13 +43,14 @@ def read_bundle(path: str | Path) -> Bundle:
         wanted = _wanted_tensors(info)
         _check_names(set(header.tensors), set(wanted))
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in wanted}
+            # copied: what comes from the file is mapped to it, and would change with it
+            tensors = {name: file.get_tensor(name).clone() for name in wanted}
         for name, tensor in tensors.items():
             _check_tensor(name, tensor, wanted[name])
     except FaultError as fault:
         raise FileError(f"{path.name}: {fault}.") from fault
     except (SafetensorError, OSError) as error:
-        raise FileError(f"{path.name} is not a safetensors file. Download it again.") from error
+        raise FileError(damaged(path, error)) from error
     return Bundle(info, tensors)
 
 
@@ -108,6 +109,8 @@ def _check_tensor(name: str, tensor: Tensor, wanted: _Wanted) -> None:
     if name.endswith(SCALE):
         if not (tensor.isfinite() & (tensor > 0)).all():
             raise FaultError(f"tensor {name} holds a scale that is not a positive number")
+        if not (tensor * E4M3_MAX).isfinite().all():
+            raise FaultError(f"tensor {name} holds a scale that makes its weights infinite")
     elif not _is_finite(tensor):
         raise FaultError(f"tensor {name} holds a value that is not a number")
 
@@ -126,19 +129,29 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def write_bundle(path: str | Path, bundle: Bundle) -> None:
-    """Write a bundle: the same bundle gives the same bytes.
+    """Write a bundle: the same bundle gives the same bytes, and one that was read its own.
 
     The safetensors library alone orders metadata at random; here it keeps the bundle's order.
     """
-    data = save(bundle.tensors, metadata=bundle.info.metadata)
+    metadata = _metadata_of(bundle.info)
+    data = save(bundle.tensors, metadata=metadata)
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
-    header["__metadata__"] = bundle.info.metadata
+    header["__metadata__"] = metadata
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with Path(path).open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.write(memoryview(data)[8 + size :])
+
+
+def _metadata_of(info: BundleInfo) -> dict[str, str]:
+    """Its own metadata where they say what it says, else made to."""
+    try:
+        says_the_same = read_info(info.name, info.metadata) == info
+    except FaultError:
+        says_the_same = False
+    return info.metadata if says_the_same else write_metadata(info)
 
 
 # ---- e4m3 ----------------------------------------------------------------------------------------

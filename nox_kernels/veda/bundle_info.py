@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import RequestError
+from .. import strict_json
+from ..errors import RequestError, one_line, quote
 from ..layout import QUERY_TILE, TileShape
-from ..sequence import TOKEN_PIXELS, TokenGrid, num_frames_of
+from ..sequence import TOKEN_PIXELS, Sequence, TokenGrid, num_frames_of
 from .budget import Budget
 
 FORMAT = "miowtion-veda-predictor-v1"
@@ -30,11 +32,6 @@ class FaultError(Exception):
     """What is wrong with a file, still without its name."""
 
 
-def quote(text: str) -> str:
-    """A file's own words in a message: on one line, and not without end."""
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
-
-
 @dataclass(frozen=True)
 class VedaPlan:
     """Tile shapes of every head for one token grid; the file calls it a plan.
@@ -54,6 +51,11 @@ class VedaPlan:
     shapes: tuple[TileShape, ...]
     head_shape: tuple[tuple[int, ...], ...]
     provenance: object = None
+
+    @property
+    def label(self) -> str:
+        """Its name, fit for a log."""
+        return one_line(self.name)
 
     def groups(self, layer_idx: int) -> tuple[tuple[TileShape, tuple[int, ...]], ...]:
         """Heads of a layer by tile shape: groups by shape index, heads ascending."""
@@ -110,6 +112,10 @@ class BundleInfo:
         """The plan for exactly this token grid; None if there is none."""
         return next((plan for plan in self.plans if plan.grid == grid), None)
 
+    def no_plan(self, grid: TokenGrid) -> str:
+        """The start of a sentence on a token grid without a plan."""
+        return f"Veda has no plan for {_canvas(grid)}, {num_frames_of(grid.t)} frames"
+
     def unknown_geometry(self, grid: TokenGrid) -> str:
         """The sentence for a token grid without a plan, with numbers to type."""
 
@@ -127,8 +133,8 @@ class BundleInfo:
         )
         nearest = min(grids, key=unlike)
         return (
-            f"Veda has no plan for {_canvas(grid)}, {num_frames_of(grid.t)} frames. Nearest: "
-            f"{_canvas(nearest)}, {num_frames_of(nearest.t)} frames. Or use mode sparse. "
+            f"{self.no_plan(grid)}. Nearest: {_canvas(nearest)}, {num_frames_of(nearest.t)} "
+            f"frames. Or use mode sparse. "
             f"{self.name} knows (width x height with frames): {menu}."
         )
 
@@ -145,11 +151,23 @@ class BundleInfo:
                 f"heads of {head_dim}. Choose another predictor, or use mode sparse."
             )
 
+    def budgets(self, keep_ratio: float) -> tuple[Budget, Budget | None]:
+        """Budgets of target and tiled conditions in force: a keep ratio above 0 replaces both."""
+        if keep_ratio == 0.0:
+            return self.target_budget, self.condition_budget
+        asked = Budget("ratio", keep_ratio)
+        return asked, asked if self.tile_conditions else None
+
+    def was_trained_for(self, sequence: Sequence) -> bool:
+        """Whether the predictor has seen clips with such conditions in its training."""
+        kinds = {segment.kind for segment in sequence.segments}
+        return self.tile_conditions or not kinds & {"cond", "ref_img"}
+
     @property
     def provenance(self) -> str:
         """Where the weights come from, such as "step 600, source_weights ema"; "" if unknown."""
         known = [(key, self.metadata.get(key)) for key in PROVENANCE]
-        return ", ".join(f"{key} {value}" for key, value in known if value)
+        return ", ".join(f"{key} {one_line(value)}" for key, value in known if value)
 
 
 def _canvas(grid: TokenGrid) -> str:
@@ -232,10 +250,8 @@ def _one_of(metadata: dict[str, str], key: str, values: dict[str, bool]) -> bool
 
 def _positive(metadata: dict[str, str], key: str) -> float:
     text = metadata[key]
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    is_decimal = re.fullmatch(r"[0-9]*\.?[0-9]+(e[-+]?[0-9]+)?", text, re.ASCII | re.IGNORECASE)
+    value = float(text) if is_decimal and len(text) <= 40 else math.nan
     if not 0.0 < value < math.inf:
         raise FaultError(f"{key} is {quote(text)}, a number above 0 is needed")
     return value
@@ -256,9 +272,9 @@ def _plans(metadata: dict[str, str], num_layers: int, num_heads: int) -> tuple[V
     if "plans" not in metadata:
         raise FaultError("plans are missing")
     try:
-        document = json.loads(metadata["plans"])
-    except (ValueError, RecursionError) as error:
-        raise FaultError("plans are not valid JSON") from error
+        document = strict_json.parse(metadata["plans"])
+    except ValueError as error:
+        raise FaultError(f"plans are not valid JSON ({one_line(str(error), 80)})") from error
     if not isinstance(document, dict) or not document:
         raise FaultError("plans must be an object with at least one plan")
     plans = tuple(_plan(name, plan, num_layers, num_heads) for name, plan in document.items())

@@ -2,7 +2,8 @@
 
 A tile is embedded by the mean, maximum and minimum of its rows through a projection per head; the
 score of a pair is the dot product of their embeddings. All sums are taken in float64 and scores
-rounded to float32 once, so no split of the work moves a near-tie, and TF32 cannot enter.
+rounded to float32 once: TF32 cannot enter, and how the work is split moves a score by its last bit
+at most, and hardly ever.
 """
 
 import torch
@@ -68,8 +69,8 @@ class LayerPredictor(nn.Module):
         """
 
         def weight(name: str) -> Tensor:
-            # ComfyUI may have left the weights on the CPU
-            return getattr(self, name).to(heads.device).index_select(0, heads).double()
+            value = getattr(self, name)  # ComfyUI may have left it on the CPU
+            return value.index_select(0, heads.to(value.device)).to(heads.device).double()
 
         def embed_tiles(pool: Tensor, proj: str) -> Tensor:
             return pool[:, :, :3].flatten(2).double() @ weight(proj) + pool[:, :, 0]

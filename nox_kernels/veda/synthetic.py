@@ -1,5 +1,7 @@
 """Synthetic: bundles with random weights, for tests, benchmarks and the demo."""
 
+from dataclasses import replace
+
 import torch
 
 from ..layout import TileShape
@@ -84,7 +86,7 @@ def random_bundle(
         plans=tuple(plans),
         metadata={"source": "random weights", "step": "0"},
     )
-    info = BundleInfo(**{**vars(info), "metadata": write_metadata(info)})
+    info = replace(info, metadata=write_metadata(info))
     generator = torch.Generator().manual_seed(seed)
     weights = {
         key: torch.randn(shape, generator=generator) * (shape[1] ** -0.5 if len(shape) > 1 else 1.0)
