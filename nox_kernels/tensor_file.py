@@ -81,7 +81,8 @@ def _has_place(entry: object) -> bool:
 
 def damaged(path: Path, fault: Exception) -> str:
     """The sentence for a safetensors file that is wrong in itself."""
-    reason = one_line(str(fault), 120).rstrip(".")
+    reason = str(fault).removeprefix("Error while deserializing header: ")
+    reason = one_line(reason, 120).rstrip(".")
     return f"{path.name} is a damaged safetensors file ({reason}). Download it again."
 
 

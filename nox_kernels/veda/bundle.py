@@ -109,7 +109,7 @@ def _check_tensor(name: str, tensor: Tensor, wanted: _Wanted) -> None:
     if name.endswith(SCALE):
         if not (tensor.isfinite() & (tensor > 0)).all():
             raise FaultError(f"tensor {name} holds a scale that is not a positive number")
-        if not (tensor * E4M3_MAX).isfinite().all():
+        if not (tensor * E4M3_MAX).bfloat16().isfinite().all():
             raise FaultError(f"tensor {name} holds a scale that makes its weights infinite")
     elif not _is_finite(tensor):
         raise FaultError(f"tensor {name} holds a value that is not a number")

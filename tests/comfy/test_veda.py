@@ -289,7 +289,7 @@ def test_a_canvas_without_a_plan_may_run_as_mode_sparse(host, steps):
     )
     warned = [line for line in result.log if "Veda has no plan for 256x128, 22 frames." in line]
     assert len(warned) == 1
-    assert warned[0].endswith("So mode sparse runs instead, as on_unknown_geometry says.")
+    assert warned[0].endswith("mode sparse runs instead, as on_unknown_geometry says.")
 
 
 def test_a_canvas_without_a_plan_may_run_as_mode_dense(host, unpatched):
@@ -300,7 +300,7 @@ def test_a_canvas_without_a_plan_may_run_as_mode_dense(host, unpatched):
     )
     warned = [line for line in result.log if "Veda has no plan for 256x256, 22 frames." in line]
     assert len(warned) == 1
-    assert warned[0].endswith("So mode dense runs instead, as on_unknown_geometry says.")
+    assert warned[0].endswith("mode dense runs instead, as on_unknown_geometry says.")
 
 
 @pytest.mark.parametrize("choice", ["sparse", "dense"])

@@ -83,7 +83,7 @@ def test_offsets_that_make_no_sense_are_one_sentence(tmp_path, offsets):
     text = json.dumps({"x.weight": {"dtype": "F32", "shape": [1], "data_offsets": offsets}})
     path = tmp_path / "file.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(8))
-    with pytest.raises(ValueError, match="not a safetensors file"):
+    with pytest.raises(ValueError, match=r"(not a|damaged) safetensors file"):
         checkpoint.check(path, checkpoint.H3)
 
 
@@ -94,7 +94,7 @@ def test_offsets_that_make_no_sense_are_one_sentence(tmp_path, offsets):
 def test_a_header_that_is_no_header_is_one_sentence(tmp_path, text):
     path = tmp_path / "file.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text)
-    with pytest.raises(ValueError, match="not a safetensors file"):
+    with pytest.raises(ValueError, match=r"(not a|damaged) safetensors file"):
         checkpoint.check(path, checkpoint.H3)
 
 

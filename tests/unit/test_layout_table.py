@@ -163,6 +163,30 @@ def test_the_raster_table_leaves_every_head_in_natural_order(grid):
         table.check_model(5, 3)
 
 
+@pytest.mark.parametrize(
+    ("layer_idx", "landscape", "portrait"),
+    [
+        (0, "8x8x2", "8x2x8"),
+        (5, "8x8x2", "8x2x8"),
+        (6, "2x8x8", "2x8x8"),
+        (19, "2x8x8", "2x8x8"),
+        (20, "8x4x4", "8x4x4"),
+        (49, "8x4x4", "8x4x4"),
+    ],
+)
+def test_bands_v0_changes_shape_at_blocks_6_and_20(layer_idx, landscape, portrait):
+    table = preset_table("bands-v0", NUM_LAYERS, NUM_HEADS)
+    assert table.heads_of_layer(layer_idx, LANDSCAPE) == (landscape,) * NUM_HEADS
+    assert table.heads_of_layer(layer_idx, PORTRAIT) == (portrait,) * NUM_HEADS
+    assert table.calibration == {}
+
+
+@pytest.mark.parametrize("num_layers", [4, 49, 51])
+def test_bands_v0_is_refused_by_name_on_a_model_of_other_depth(num_layers):
+    with pytest.raises(NoxError, match=f"bands-v0 is for a model of 50 layers.*{num_layers}"):
+        preset_table("bands-v0", num_layers, NUM_HEADS)
+
+
 # ---- file ----
 
 
@@ -323,3 +347,24 @@ def test_a_truncated_file_is_refused(tmp_path, share):
     whole = path.read_bytes().rstrip()
     path.write_bytes(whole[: int(len(whole) * share)])
     refusal_of(path)
+
+
+def test_an_orientation_that_is_misspelt_is_refused_by_name(tmp_path):
+    tables = {"landscape": [[0] * 56] * 50, "portait": [[0] * 56] * 50}
+    assert "'portait'" in refusal_of(write_json(tmp_path / "odd.json", tables=tables))
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    path = write_json(tmp_path / "odd.json")
+    text = path.read_text(encoding="utf-8").replace('"budget"', '"budget": 0.2, "budget"')
+    path.write_text(text, encoding="utf-8")
+    assert "a key is given twice" in refusal_of(path)
+
+
+@pytest.mark.parametrize("key", ["format", "candidates", "budget", "calibration", "num_layers"])
+def test_what_a_file_holds_is_quoted_in_short(tmp_path, key):
+    value = "x\n" * 50_000 if key != "candidates" else ["x\n" * 50_000]
+    message = refusal_of(write_json(tmp_path / "odd.json", **{key: value}))
+    assert key.rstrip("s") in message
+    assert len(message) < 400
+    assert message.isprintable()

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from nox_kernels.layout import TileShape
 from nox_kernels.sequence import TokenGrid
 from nox_kernels.veda.budget import Budget
 from nox_kernels.veda.bundle import Bundle, dequantise, quantise, read_bundle, write_bundle
+from nox_kernels.veda.predictor import VedaPredictor
 from nox_kernels.veda.synthetic import random_bundle, random_plan
 
 ROOT = Path(__file__).parents[2]
@@ -742,3 +744,49 @@ def test_a_bundle_may_be_saved_over_the_file_it_came_from(tmp_path):
     before = path.read_bytes()
     run_program(COPY_PROGRAM, path, path)
     assert path.read_bytes() == before
+
+
+# ---- what is read stays ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_predictor_does_not_change_with_its_file(tmp_path, dtype):
+    # such as an update or an interrupted download over it, while ComfyUI runs
+    path = tmp_path / "odd.safetensors"
+    save(path, make_metadata(dtype=dtype), make_tensors(dtype))
+    bundle = read_bundle(path)
+    predictor = VedaPredictor.from_bundle(bundle)
+    tensors = {name: tensor.clone() for name, tensor in bundle.tensors.items()}
+    weights = {name: weight.clone() for name, weight in predictor.named_parameters()}
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"\x55" * (size // 2))
+    for name, tensor in tensors.items():
+        assert same_bits(bundle.tensors[name], tensor)
+    for name, weight in predictor.named_parameters():
+        assert torch.equal(weight, weights[name])
+
+
+def test_a_changed_bundle_is_written_as_it_is_now(tmp_path):
+    path = tmp_path / "odd.safetensors"
+    save(path, make_metadata(source="somebody"), make_tensors())
+    bundle = read_bundle(path)
+    changed = replace(bundle.info, target_budget=Budget("tiles", 2.5))
+    write_bundle(path, Bundle(changed, bundle.tensors))
+    again = read_bundle(path).info
+    assert again.target_budget == Budget("tiles", 2.5)
+    assert again.metadata["source"] == "somebody"
+    assert (again.plans, again.dtype) == (changed.plans, changed.dtype)
+
+
+@pytest.mark.parametrize("odd", ["a\nb\nc\x1b[31m", "\u202e", "x" * 5000])
+def test_free_text_is_fit_for_a_log_line(tmp_path, odd):
+    metadata = make_metadata({odd: make_plan((37, 24, 42))}, source=odd, step=odd)
+    path = tmp_path / "odd.safetensors"
+    save(path, metadata, make_tensors())
+    info = read_bundle(path).info
+    for shown in (info.plans[0].label, info.provenance):
+        assert shown.isprintable()
+        assert len(shown) < 110
+    assert info.plans[0].name == odd
