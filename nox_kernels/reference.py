@@ -17,7 +17,7 @@ E4M3_MAX = 448.0
 BITS = 32  # KV tiles in one word of a selection
 TINY = 2.0**-100  # smallest amax that is scaled: 448 / TINY is finite
 SAMPLE_STRIDE = 16  # every 16th packed row stands for all of them: no pass over K or V is spent
-ELEMENTS_PER_CHUNK = 1 << 24  # bounds every temporary to 64 MB of float32
+ELEMENTS_PER_CHUNK = 1 << 24  # bounds a temporary to 64 MB of float32, or 128 MB of float64
 # Statistics of a tile's real rows that a route may ask for, one after the other.
 POOLINGS = {"none": 0, "mean": 1, "extremes": 3, "variance": 4}  # mean, max, min, variance
 QUERY_TILES_PER_CHUNK = (32, 512)  # at once: a CPU's cache holds the step, a GPU is kept busy
@@ -134,10 +134,9 @@ def pool_tiles(x: Tensor, slot_row: Tensor, valid_count: Tensor, pooling: str) -
     # padding repeats a real row, which no extreme minds, and is then cleared for the sums
     row = torch.where(slot < 0, slot[:, :1], slot).clamp(min=0)
     count = valid_count.clamp(min=1)[:, None]
-    # half, as the sums take 8 bytes an element
     elements_per_tile = row.shape[1] * x.shape[2]
-    tiles_per_chunk = max(1, min(num_tiles, ELEMENTS_PER_CHUNK // 2 // elements_per_tile))
-    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // 2 // (tiles_per_chunk * elements_per_tile))
+    tiles_per_chunk = max(1, min(num_tiles, ELEMENTS_PER_CHUNK // elements_per_tile))
+    heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (tiles_per_chunk * elements_per_tile))
     for heads, head_out in zip(x.split(heads_per_chunk), out.split(heads_per_chunk), strict=True):
         for start in range(0, num_tiles, tiles_per_chunk):
             part = slice(start, start + tiles_per_chunk)

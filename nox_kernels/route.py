@@ -229,7 +229,7 @@ def keep_all(layout: TileLayout, num_heads: int) -> Selection:
 
 
 def select(q_embedding: Tensor, k_embedding: Tensor, rule: Rule) -> Selection:
-    """What each query tile keeps: the route itself, in pieces whose temporaries stay near 64 MB.
+    """What each query tile keeps: the route itself, in pieces that bound its temporaries.
 
     Args:
         q_embedding: [H, Nq, E], see `score_tiles`.
@@ -237,8 +237,10 @@ def select(q_embedding: Tensor, k_embedding: Tensor, rule: Rule) -> Selection:
         rule: Of the Nq query tiles.
     """
     (num_heads, num_rows, _), num_tiles = q_embedding.shape, k_embedding.shape[1]
-    # of a pair there are at once its score twice, its rank, its place and some masks
-    pairs_per_chunk = ELEMENTS_PER_CHUNK // 8
+    # A pair has at once its score twice, its rank, its place and some masks, over 50 bytes in all:
+    # this keeps them near 250 MB. With pieces a quarter as large here and in pool_tiles, launches
+    # took over: 42 ms a route, not 9 (H200, tests/bench/bench_route.py, 2026-12-01).
+    pairs_per_chunk = ELEMENTS_PER_CHUNK // 4
     rows_per_chunk = max(1, min(num_rows, pairs_per_chunk // num_tiles))
     heads_per_chunk = max(1, pairs_per_chunk // (rows_per_chunk * num_tiles))
     by_head = []

@@ -27,7 +27,9 @@ class Budget(NamedTuple):
         return self.kind == "ratio" and self.value >= 1.0
 
     def __str__(self) -> str:
-        return f"{100 * self.value:g} %" if self.kind == "ratio" else f"{self.value:g} tiles"
+        if self.kind == "ratio":
+            return f"{100 * self.value:g} %"
+        return f"{self.value:g} tile{'' if self.value == 1 else 's'}"
 
 
 def per_row(budget: Budget, num_tokens: int, num_tiles: int, tile: int = QUERY_TILE) -> float:

@@ -287,7 +287,7 @@ def test_a_canvas_without_a_plan_may_run_as_mode_sparse(host, steps):
         "Nox veda without a plan, so sparse 20 %, windows, accurate: "
         + sparse.report.removeprefix(prefix)
     )
-    warned = [line for line in result.log if "Veda has no plan for 256x128, 22 frames." in line]
+    warned = [line for line in result.log if "Veda has no plan for 256x128, 22 frames;" in line]
     assert len(warned) == 1
     assert warned[0].endswith("mode sparse runs instead, as on_unknown_geometry says.")
 
@@ -298,7 +298,7 @@ def test_a_canvas_without_a_plan_may_run_as_mode_dense(host, unpatched):
     assert result.report.startswith(
         "Nox veda without a plan, so dense, accurate: 8 of 8 attention calls native"
     )
-    warned = [line for line in result.log if "Veda has no plan for 256x256, 22 frames." in line]
+    warned = [line for line in result.log if "Veda has no plan for 256x256, 22 frames;" in line]
     assert len(warned) == 1
     assert warned[0].endswith("mode dense runs instead, as on_unknown_geometry says.")
 
