@@ -1,5 +1,7 @@
 """Veda in memory: ComfyUI reads, loads and unloads the predictor, and only where it is needed."""
 
+import shutil
+
 import pytest
 from comfy_graphs import MEDIUM, attention, latent_graph, veda, video_graph
 
@@ -63,6 +65,19 @@ def test_mode_veda_reads_the_predictor_that_was_wired_all_along(host):
     result = run(host, veda())
     assert was_read(result)
     assert "3 of 8 attention calls veda" in result.report
+
+
+def test_a_file_that_was_replaced_under_its_name_is_another_predictor(host):
+    folder = host.base / "models" / "veda_predictors"
+    tiny, other = (folder / f"{name}.safetensors" for name in ("tiny", "other_weights"))
+    file = folder / "replaced.safetensors"
+    shutil.copy(tiny, file)
+    first = run(host, veda(file.name))
+    assert first.digest == run(host, veda()).digest
+    shutil.copy(other, file)
+    second = run(host, veda(file.name))
+    assert was_read(second)
+    assert second.digest == run(host, veda(other.name)).digest != first.digest
 
 
 def test_a_host_that_keeps_nothing_still_renders_and_reports(forgetful_host):
