@@ -43,6 +43,8 @@ class NoxLoadVedaPredictor(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, predictor_name) -> tuple[int, int]:
         """A file that was replaced under its name is another predictor."""
+        if predictor_name is None:  # it comes by wire, and ComfyUI asks before that has a value
+            return 0, 0
         state = os.stat(folder_paths.get_full_path_or_raise(PREDICTORS, predictor_name))
         return state.st_mtime_ns, state.st_size
 

@@ -48,7 +48,9 @@ class VedaUse:
     def of(cls, plan: Plan, info: BundleInfo) -> "VedaUse":
         """What a plan uses of a predictor."""
         target, conditions = info.budgets(plan.request.veda_keep_ratio)
-        budget = str(target) if conditions is None else f"{target}, conditions {conditions}"
+        budget = str(target)
+        if conditions is not None and plan.sequence.has_conditions:
+            budget += f", conditions {conditions}"
         return cls(
             predictor=info.name,
             plan=plan.veda_plan.label,

@@ -194,7 +194,7 @@ def score_tiles(q_embedding: Tensor, k_embedding: Tensor) -> Tensor:
 
     Returns:
         [H, Nq, Nt] float32, summed in float64: the order of summation, and so how the work is
-        split, moves a score by its last bit at most, and hardly ever.
+        split, shows only where terms cancel to their float64 rounding.
     """
     return (q_embedding.double() @ k_embedding.double().transpose(1, 2)).float()
 

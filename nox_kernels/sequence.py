@@ -115,6 +115,11 @@ class Sequence:
         """Rows of the target video."""
         return self.video.num_rows
 
+    @property
+    def has_conditions(self) -> bool:
+        """Keyframes or visual references are in it."""
+        return any(segment.kind in ("cond", "ref_img") for segment in self.segments)
+
     @cached_property
     def is_audio(self) -> Tensor:
         """[S] bool: rows that carry target audio, the only output stream beside the video."""

@@ -1,5 +1,6 @@
 """Tensor file: the header of a safetensors file, read without its tensors."""
 
+import stat
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -29,12 +30,12 @@ def read_header(path: str | Path) -> Header:
         FileError: The file is not safetensors, or is shorter than its header says; one sentence.
     """
     path = Path(path)
-    if not path.is_file():
-        fault = "it is not a file" if path.exists() else "there is no such file"
-        raise FileError(f"{path.name} cannot be read: {fault}.")
     no_safetensors = f"{path.name} is not a safetensors file. Download it again."
     try:
-        size_bytes = path.stat().st_size
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):
+            raise FileError(f"{path.name} cannot be read: it is not a file.")
+        size_bytes = state.st_size
         with path.open("rb") as file:
             start = file.read(8)
             header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -76,14 +77,15 @@ def _has_place(entry: object) -> bool:
     if not isinstance(offsets, list) or len(offsets) != 2:
         return False
     first, last = offsets
-    return type(first) is int and type(last) is int and 0 <= first <= last
+    return type(first) is int and type(last) is int and 0 <= first <= last < 1 << 63
 
 
 def damaged(path: Path, fault: Exception) -> str:
     """The sentence for a safetensors file that is wrong in itself."""
-    reason = str(fault).removeprefix("Error while deserializing header: ")
-    reason = one_line(reason, 120).rstrip(".")
-    return f"{path.name} is a damaged safetensors file ({reason}). Download it again."
+    reason = str(fault).removeprefix("Error while deserializing header: ").rstrip(".")
+    return (
+        f"{path.name} is a damaged safetensors file ({one_line(reason, 120)}). Download it again."
+    )
 
 
 def _truncated(path: Path, size_bytes: int, needed_bytes: int) -> str:

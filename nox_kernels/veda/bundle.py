@@ -2,7 +2,7 @@
 
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..errors import FileError, quote
+from ..errors import FileError, RequestError, one_line, quote
 from ..tensor_file import damaged, read_header
 from .bundle_info import BundleInfo, FaultError, read_info, write_metadata
 
@@ -38,19 +38,22 @@ def read_bundle(path: str | Path) -> Bundle:
     """
     path = Path(path)
     header = read_header(path)
+    tensors = {}
     try:
         info = read_info(path.name, header.metadata)
         wanted = _wanted_tensors(info)
         _check_names(set(header.tensors), set(wanted))
         with safe_open(path, framework="pt") as file:
-            # copied: what comes from the file is mapped to it, and would change with it
-            tensors = {name: file.get_tensor(name).clone() for name in wanted}
-        for name, tensor in tensors.items():
-            _check_tensor(name, tensor, wanted[name])
+            for name in wanted:
+                tensor = file.get_tensor(name)
+                _check_tensor(name, tensor, wanted[name])
+                tensors[name] = tensor.clone()  # it is mapped to the file, and would change with it
     except FaultError as fault:
         raise FileError(f"{path.name}: {fault}.") from fault
     except (SafetensorError, OSError) as error:
         raise FileError(damaged(path, error)) from error
+    except RuntimeError as error:  # torch's, where the file cannot be mapped
+        raise FileError(f"{path.name} cannot be read: {one_line(str(error), 120)}.") from error
     return Bundle(info, tensors)
 
 
@@ -129,9 +132,13 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def write_bundle(path: str | Path, bundle: Bundle) -> None:
-    """Write a bundle: the same bundle gives the same bytes, and one that was read its own.
+    """Write a bundle: the same bundle gives the same bytes.
 
-    The safetensors library alone orders metadata at random; here it keeps the bundle's order.
+    Also those of the file that it was read from, if the safetensors library wrote that. The library
+    alone orders metadata at random; here they keep the bundle's order.
+
+    Raises:
+        RequestError: What the bundle says of itself cannot be, such as a budget of 0.
     """
     metadata = _metadata_of(bundle.info)
     data = save(bundle.tensors, metadata=metadata)
@@ -147,11 +154,14 @@ def write_bundle(path: str | Path, bundle: Bundle) -> None:
 
 def _metadata_of(info: BundleInfo) -> dict[str, str]:
     """Its own metadata where they say what it says, else made to."""
-    try:
-        says_the_same = read_info(info.name, info.metadata) == info
-    except FaultError:
-        says_the_same = False
-    return info.metadata if says_the_same else write_metadata(info)
+    for metadata in (info.metadata, write_metadata(info)):
+        try:
+            if read_info(info.name, metadata) == replace(info, metadata=metadata):
+                return metadata
+            fault = "its parts contradict each other"
+        except FaultError as error:
+            fault = str(error)
+    raise RequestError(f"This bundle cannot be written: {fault}.")
 
 
 # ---- e4m3 ----------------------------------------------------------------------------------------

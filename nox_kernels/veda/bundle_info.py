@@ -160,8 +160,7 @@ class BundleInfo:
 
     def was_trained_for(self, sequence: Sequence) -> bool:
         """Whether the predictor has seen clips with such conditions in its training."""
-        kinds = {segment.kind for segment in sequence.segments}
-        return self.tile_conditions or not kinds & {"cond", "ref_img"}
+        return self.tile_conditions or not sequence.has_conditions
 
     @property
     def provenance(self) -> str:
@@ -250,10 +249,13 @@ def _one_of(metadata: dict[str, str], key: str, values: dict[str, bool]) -> bool
 
 def _positive(metadata: dict[str, str], key: str) -> float:
     text = metadata[key]
-    is_decimal = re.fullmatch(r"[0-9]*\.?[0-9]+(e[-+]?[0-9]+)?", text, re.ASCII | re.IGNORECASE)
-    value = float(text) if is_decimal and len(text) <= 40 else math.nan
+    is_decimal = len(text) <= 100 and re.fullmatch(r"\+?[0-9.]+(e[-+]?[0-9]+)?", text, re.I | re.A)
+    try:
+        value = float(text) if is_decimal else math.nan
+    except ValueError:  # such as 1.2.3
+        value = math.nan
     if not 0.0 < value < math.inf:
-        raise FaultError(f"{key} is {quote(text)}, a number above 0 is needed")
+        raise FaultError(f"{key} is {quote(text)}, a decimal number above 0 is needed")
     return value
 
 
@@ -336,7 +338,12 @@ def _list(plan: dict, key: str, where: str, is_valid: Callable[[object], bool]) 
 
 
 def write_metadata(info: BundleInfo) -> dict[str, str]:
-    """The metadata of a new bundle; what `info.metadata` holds beside it is kept."""
+    """The metadata of a bundle that was made or changed; others in `info.metadata` are kept."""
+    others = {
+        key: value
+        for key, value in info.metadata.items()
+        if key not in ("keep_ratio", "ref_budget_kind", "ref_budget_value")
+    }
     metadata = {
         "format": FORMAT,
         "num_layers": str(info.num_layers),
@@ -344,13 +351,13 @@ def write_metadata(info: BundleInfo) -> dict[str, str]:
         "head_dim": str(info.head_dim),
         "dtype": info.dtype,
         "target_budget_kind": info.target_budget.kind,
-        "target_budget_value": repr(info.target_budget.value),
+        "target_budget_value": repr(float(info.target_budget.value)),
     }
     if info.condition_budget is not None:
         metadata["ref_budget_kind"] = info.condition_budget.kind
-        metadata["ref_budget_value"] = repr(info.condition_budget.value)
+        metadata["ref_budget_value"] = repr(float(info.condition_budget.value))
     metadata["tile_conditions"] = "true" if info.tile_conditions else "false"
     metadata["second_order_rank"] = str(info.second_order_rank)
     metadata["count_term"] = "1" if info.count_term else "0"
     metadata["plans"] = json.dumps({plan.name: plan.as_dict() for plan in info.plans})
-    return info.metadata | metadata
+    return others | metadata

@@ -2,8 +2,8 @@
 
 A tile is embedded by the mean, maximum and minimum of its rows through a projection per head; the
 score of a pair is the dot product of their embeddings. All sums are taken in float64 and scores
-rounded to float32 once: TF32 cannot enter, and how the work is split moves a score by its last bit
-at most, and hardly ever.
+rounded to float32 once: TF32 cannot enter, and the order of summation, and so how the work is
+split, shows only where terms cancel to their float64 rounding.
 """
 
 import torch

@@ -80,6 +80,19 @@ def test_a_file_that_was_replaced_under_its_name_is_another_predictor(host):
     assert second.digest == run(host, veda(other.name)).digest != first.digest
 
 
+def test_a_name_that_comes_by_wire_is_not_read_again(host):
+    # one graph, queued twice: ComfyUI must find everything in its cache
+    graph = latent_graph(veda(), canvas=MEDIUM, steps=2)
+    loader = next(node for node in graph.values() if node["class_type"] == "NoxLoadVedaPredictor")
+    name = loader["inputs"]["predictor_name"]
+    switch = graph.add("ComfySwitchNode", switch=True, on_false=name, on_true=name)
+    loader["inputs"]["predictor_name"] = switch
+    first, second = host.run(graph), host.run(graph)
+    assert was_read(first)
+    assert first.status == second.status == "success"
+    assert (second.loads, second.log) == ([], [])
+
+
 def test_a_host_that_keeps_nothing_still_renders_and_reports(forgetful_host):
     result = forgetful_host.run(video_graph(veda(), canvas=MEDIUM, steps=2))
     assert result.status == "success", result.error

@@ -790,3 +790,38 @@ def test_free_text_is_fit_for_a_log_line(tmp_path, odd):
         assert shown.isprintable()
         assert len(shown) < 110
     assert info.plans[0].name == odd
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"tile_conditions": True}, "ref_budget_kind is missing"),
+        ({"condition_budget": Budget("tiles", 2.0)}, "contradict"),
+        ({"target_budget": Budget("tiles", 0.0)}, "above 0"),
+        ({"num_layers": 3}, "layers"),
+    ],
+)
+def test_a_bundle_that_cannot_be_is_not_written(tmp_path, change, fault):
+    path = tmp_path / "odd.safetensors"
+    save(path, make_metadata(), make_tensors())
+    bundle = read_bundle(path)
+    before = path.read_bytes()
+    with pytest.raises(RequestError, match=fault):
+        write_bundle(path, Bundle(replace(bundle.info, **change), bundle.tensors))
+    assert path.read_bytes() == before
+
+
+def test_a_budget_that_was_replaced_leaves_no_trace(tmp_path):
+    path = tmp_path / "odd.safetensors"
+    save(path, make_metadata(), make_tensors())
+    bundle = read_bundle(path)
+    assert bundle.info.metadata["keep_ratio"] == "0.1"
+    changed = replace(bundle.info, target_budget=Budget("ratio", 0.2))
+    write_bundle(path, Bundle(changed, bundle.tensors))
+    assert "keep_ratio" not in read_bundle(path).info.metadata
+
+
+@pytest.mark.parametrize("text", ["32.", "+32", "3.2e1", "32." + "0" * 60])
+def test_a_budget_may_be_any_decimal(tmp_path, text):
+    changes = {"target_budget_kind": "tiles", "target_budget_value": text}
+    assert info_of(tmp_path, **changes).target_budget == Budget("tiles", 32.0)

@@ -508,6 +508,8 @@ METADATA = {
     "a keep_ratio below zero": ({"keep_ratio": "-0.1"}, r"keep_ratio"),
     "a keep_ratio that is no number": ({"keep_ratio": "nan"}, r"keep_ratio"),
     "an endless keep_ratio": ({"keep_ratio": "inf"}, r"keep_ratio"),
+    "a keep_ratio of a million digits": ({"keep_ratio": "1" * 1_000_000 + "x"}, r"keep_ratio"),
+    "a keep_ratio with two points": ({"keep_ratio": "1.2.3"}, r"keep_ratio"),
     "a keep_ratio with a grouped digit": ({"keep_ratio": "1_0"}, r"keep_ratio"),
     "a keep_ratio in other digits": ({"keep_ratio": "\uff10.1"}, r"keep_ratio"),
     "a keep_ratio with blanks": ({"keep_ratio": " 0.1 "}, r"keep_ratio"),
@@ -711,3 +713,24 @@ def test_a_key_of_the_metadata_given_twice_is_refused(tmp_path):
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.safetensors")
     assert_fault_named(refusal_of(tmp_path / "pipe.safetensors"), r"it is not a file")
+
+
+def test_a_name_too_long_for_a_file_is_refused(tmp_path):
+    refusal_of(tmp_path / ("a" * 300 + ".safetensors"))
+
+
+def test_a_huge_tensor_of_the_wrong_shape_is_refused_without_being_read(tmp_path):
+    path = saved(tmp_path)
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + header_length(raw)])
+    last = max(
+        (name for name in header if name != "__metadata__"),
+        key=lambda name: header[name]["data_offsets"][1],
+    )
+    start = header[last]["data_offsets"][0]
+    num_elements = 1 << 32  # 16 GiB of float32, of which the file holds a hole
+    header[last] |= {"shape": [num_elements], "data_offsets": [start, start + 4 * num_elements]}
+    data = with_header(raw, header)
+    path.write_bytes(data)
+    os.truncate(path, 8 + header_length(data) + start + 4 * num_elements)
+    assert_fault_named(refusal_of(path), rf"{re.escape(last)}.*shape|cannot be read")
