@@ -48,12 +48,14 @@ def grid_of_latent(shape: tuple[int, ...]) -> TokenGrid:
 def sequence_of(layout) -> Sequence:
     """ComfyUI's packed layout as a Sequence."""
     _, latent_t, latent_h, latent_w, _ = layout.signature
+    token_grid = TokenGrid(latent_t, latent_h // 2, latent_w // 2)
     segments = []
     for start, stop, kind in layout.segments:
-        is_visual = kind in ("cond", "ref_img", "video") and stop > start
-        grid = grid_of_positions(layout.position_ids[start:stop]) if is_visual else None
+        grid = token_grid if kind == "video" else None
+        if kind in ("cond", "ref_img") and stop > start:
+            grid = grid_of_positions(layout.position_ids[start:stop])
         segments.append(Segment(start, stop, kind, grid))
-    return Sequence(tuple(segments), TokenGrid(latent_t, latent_h // 2, latent_w // 2))
+    return Sequence(tuple(segments), token_grid)
 
 
 def find_layout(x: list[torch.Tensor], context: torch.Tensor, payload: dict | None):

@@ -174,11 +174,11 @@ def _refuse_geometry(session: Session, latent_shapes: list | None) -> None:
     if session.predictor is None or session.request.on_unknown_geometry != "error":
         return
     if latent_shapes:
-        grid = h3_sequence.grid_of_latent(latent_shapes[0])
-        info = session.predictor.model.info
-        if info.plan_for(grid) is None:
+        try:
+            session.predictor.model.info.check_grid(h3_sequence.grid_of_latent(latent_shapes[0]))
+        except RequestError:
             status.refuse_geometry(session)
-            raise RequestError(info.unknown_geometry(grid))
+            raise
 
 
 def _diffusion_model(executor, x, timestep, context, transformer_options=None, *args, **kwargs):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from . import ops, route
 from .layer_plan import HeadGroup, LayerPlan
-from .reference import pool_tiles
+from .reference import pool_qk
 from .route import Selection
 
 
@@ -50,13 +50,7 @@ def route_group(group: HeadGroup, q: Tensor, k: Tensor) -> Selection:
         k: The same.
     """
     layout = group.layout
-    query_count = layout.query_valid_count
-    key_count = layout.valid_count if group.predictor is None else query_count
-    return _select(
-        group,
-        pool_tiles(q, layout.slot_row, query_count, group.pooling),
-        pool_tiles(k, layout.slot_row, key_count, group.pooling),
-    )
+    return _select(group, *pool_qk(q, k, layout.slot_row, layout.valid_count, group.pooling))
 
 
 def _select(group: HeadGroup, q_pool: Tensor, k_pool: Tensor) -> Selection:

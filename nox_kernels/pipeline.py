@@ -148,9 +148,7 @@ def _synthetic_predictor(config, job: Job) -> VedaPredictor:
 def _load_predictor(path: str, job: Job) -> VedaPredictor:
     """A trained predictor; refused at once where it does not know the job's clip."""
     bundle = read_bundle(path)
-    grid = token_grid(job.width, job.height, job.num_frames)
-    if bundle.info.plan_for(grid) is None:
-        raise NoxError(bundle.info.unknown_geometry(grid))
+    bundle.info.check_grid(token_grid(job.width, job.height, job.num_frames))
     return VedaPredictor.from_bundle(bundle)
 
 

@@ -147,7 +147,7 @@ def make_plan(
             return _with_veda(plan, predictor, veda_plan, device)
         grid, mode = sequence.token_grid, request.on_unknown_geometry
         if mode == "error":
-            raise RequestError(info.unknown_geometry(grid))
+            info.check_grid(grid)
         warnings.append(
             f"{info.no_plan(grid)}; mode {mode} runs instead, as on_unknown_geometry says."
         )

@@ -275,6 +275,18 @@ def pooled_tile(pooling: str) -> int:
     return 64 if pooling in ("none", "mean") else 128
 
 
+def pool_qk(
+    q: Tensor, k: Tensor, slot_row: Tensor, valid_count: Tensor, pooling: str
+) -> tuple[Tensor, Tensor]:
+    """Statistics of query tiles and of pooled key tiles, as in `TileImages`; see `pack_tiles`."""
+    query_count = valid_count.view(-1, 2).sum(1)
+    key_count = valid_count if pooled_tile(pooling) == 64 else query_count
+    return (
+        pool_tiles(q, slot_row, query_count, pooling),
+        pool_tiles(k, slot_row, key_count, pooling),
+    )
+
+
 def pack_tiles(
     q: Tensor,
     k: Tensor,
@@ -299,13 +311,8 @@ def pack_tiles(
     heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (slot_row.shape[0] * q.shape[2]))
     chunks = zip(*(x.split(heads_per_chunk) for x in (q, k, v)), strict=True)
     parts = [_pack_heads(qc, kc, vc, slot_row, precision) for qc, kc, vc in chunks]
-    query_count = valid_count.view(-1, 2).sum(1)
-    key_count = valid_count if pooled_tile(pooling) == 64 else query_count
-    return TileImages(
-        *map(torch.cat, zip(*parts, strict=True)),
-        q_pool=pool_tiles(q, slot_row, query_count, pooling),
-        k_pool=pool_tiles(k, slot_row, key_count, pooling),
-    )
+    q_pool, k_pool = pool_qk(q, k, slot_row, valid_count, pooling)
+    return TileImages(*map(torch.cat, zip(*parts, strict=True)), q_pool=q_pool, k_pool=k_pool)
 
 
 # ---- attention -----------------------------------------------------------------------------------

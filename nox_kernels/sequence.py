@@ -164,6 +164,11 @@ def token_grid(width: int, height: int, num_frames: int) -> TokenGrid:
     )
 
 
+def leading_run(x: Tensor) -> int:
+    """How many leading entries equal the first."""
+    return int(torch.unique_consecutive(x, return_counts=True)[1][0])
+
+
 def grid_of_positions(position: Tensor) -> TokenGrid | None:
     """Token grid of visual rows from their coordinates; None if they do not form one.
 
@@ -171,10 +176,6 @@ def grid_of_positions(position: Tensor) -> TokenGrid | None:
         position: [N, 3] (t, h, w) coordinates, expected t-major, then h, then w. Steps between
             coordinates may be anything.
     """
-
-    def leading_run(x: Tensor) -> int:
-        return int(torch.unique_consecutive(x, return_counts=True)[1][0])
-
     t, h, _ = position.unbind(1)
     frame_rows = leading_run(t)
     width = leading_run(h[:frame_rows])

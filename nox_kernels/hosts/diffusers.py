@@ -21,7 +21,7 @@ from ..layout_table import PRESETS, LayoutTable, preset_table
 from ..plan import Decision, Plan, make_plan
 from ..request import WINDOWS, AttentionRequest, DenseRequest
 from ..schedule import Schedule
-from ..sequence import Segment, Sequence, grid_of_positions, t2va_sequence
+from ..sequence import Segment, Sequence, grid_of_positions, leading_run, t2va_sequence
 from ..veda.predictor import VedaPredictor
 
 logger = logging.getLogger("nox")
@@ -414,7 +414,7 @@ def packed_sequence(
     if (kind < 0).any():
         raise SequenceError("Some packed rows of this forward are neither text, audio nor video.")
     target = (kind == cond) & (timestep == timestep[-1])
-    num_video = _leading_run(target.flip(0)) if target[-1] else 0
+    num_video = leading_run(target.flip(0)) if target[-1] else 0
     if num_video == 0:
         raise SequenceError("The packed rows of this forward do not end with the video.")
     kind[-num_video:] = video
@@ -434,11 +434,6 @@ def packed_sequence(
         segments.append(Segment(row, stop, names[idx], own_grid))
         row = stop
     return Sequence(tuple(segments), grid)
-
-
-def _leading_run(x: Tensor) -> int:
-    """How many leading entries equal the first."""
-    return int(torch.unique_consecutive(x, return_counts=True)[1][0])
 
 
 def _same_tensors(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:

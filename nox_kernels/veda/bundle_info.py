@@ -38,7 +38,7 @@ class VedaPlan:
 
     Attributes:
         name: In the file.
-        geometry: For messages, such as "16x9_t37".
+        geometry: Free, from the file, such as "16x9_t37".
         grid: The token grid that it is for.
         shapes: Tile shapes that the heads choose from.
         head_shape: [layers][heads] index into `shapes`.
@@ -137,6 +137,15 @@ class BundleInfo:
             f"frames. Or use mode sparse. "
             f"{self.name} knows (width x height with frames): {menu}."
         )
+
+    def check_grid(self, grid: TokenGrid) -> None:
+        """Refuse a token grid without a plan.
+
+        Raises:
+            RequestError: There is none; says which there are.
+        """
+        if self.plan_for(grid) is None:
+            raise RequestError(self.unknown_geometry(grid))
 
     def check_model(self, num_layers: int, num_heads: int, head_dim: int) -> None:
         """Refuse a model of another size.
