@@ -1,4 +1,4 @@
-"""Command line: python -m nox_kernels demo | doctor."""
+"""Command line: python -m nox_kernels demo | doctor | build."""
 
 from __future__ import annotations
 
@@ -48,6 +48,23 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what this machine can run and test that it computes right.",
     )
     doctor.set_defaults(run=_doctor)
+    build = commands.add_parser(
+        "build",
+        help="compile the GPU kernels for every architecture",
+        description="Compile the GPU kernels for every architecture; needs no GPU.",
+    )
+    build.set_defaults(run=_build)
+    build.add_argument(
+        "--out", default="dist", metavar="DIR", help="folder for the files (default dist)"
+    )
+    build.add_argument("--wheel", action="store_true", help="make the wheel nox-kernels too")
+    build.add_argument("--nvrtc", metavar="FILE", help="NVRTC library to use")
+    build.add_argument(
+        "--any-nvrtc", action="store_true", help="take an NVRTC that a release may not use"
+    )
+    build.add_argument(
+        "--arch", nargs="+", default=(), metavar="ARCH", help="only these, as sm_90a"
+    )
     parser.set_defaults(run=None)
     return parser
 
@@ -75,6 +92,20 @@ def _doctor(args: argparse.Namespace) -> int:
     from .doctor import main
 
     return main()
+
+
+def _build(args: argparse.Namespace) -> int:
+    from .build_command import BuildRequest, main
+
+    return main(
+        BuildRequest(
+            out=args.out,
+            makes_wheel=args.wheel,
+            nvrtc_path=args.nvrtc,
+            takes_any_nvrtc=args.any_nvrtc,
+            architectures=tuple(args.arch),
+        )
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

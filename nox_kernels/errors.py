@@ -17,6 +17,14 @@ class FileError(NoxError, ValueError):
     """A file is truncated, of the wrong kind, or malformed."""
 
 
+class BuildError(NoxError):
+    """A kernel's image can be neither found nor compiled."""
+
+
+class DriverError(NoxError):
+    """The NVIDIA driver is missing, or refused something."""
+
+
 class NoKernelError(NoxError):
     """No kernel serves a case; the message lists every candidate's reason."""
 
