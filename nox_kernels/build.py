@@ -49,7 +49,25 @@ class Unit:
 
 
 UNITS = (
-    Unit("pack", ARCHITECTURES, {}, ptx="compute_80"),
+    Unit(
+        "pack",
+        ARCHITECTURES,
+        {
+            "nox_finish_sample": 64,
+            **{
+                f"nox_{op}_{dtype}": budget
+                for dtype in ("bf16", "f16")
+                for op, budget in (
+                    ("sample", 64),
+                    ("pack", 128),
+                    ("pack_faithful", 128),
+                    ("flag_values", 64),
+                    ("pack_e4m3", 128),
+                )
+            },
+        },
+        ptx="compute_80",
+    ),
     Unit("attend_sm90", ("sm_90a",), {"nox_attend_int8": 168, "nox_attend_e4m3": 168}, ptx=None),
 )
 

@@ -1,6 +1,7 @@
 // Arithmetic that must round the same everywhere: one PTX instruction each.
 #pragma once
 
+#include "../arch_traits.cuh"
 #include "../params.h"
 
 namespace nox {
@@ -58,18 +59,43 @@ __device__ __forceinline__ unsigned pack_s8(float a, float b, float c, float d) 
   return all;
 }
 
-// Four floats as e4m3, rounded half to even and saturated; a in the lowest byte.
+// Floats as e4m3, rounded half to even and saturated; NaN stays NaN.
+template <bool kByInstruction>
+struct E4m3 {
+  static __device__ __forceinline__ unsigned pack(float a, float b, float c, float d) {
+    unsigned all;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}\n"
+        : "=r"(all)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return all;
+  }
+};
+
+template <>
+struct E4m3<false> {
+  static __device__ __forceinline__ unsigned byte(float x) {
+    const unsigned sign = __float_as_uint(x) >> 24 & 0x80;
+    const float size = fminf(fabsf(x), 448.0f);
+    if (x != x) return sign | 0x7f;
+    if (size < 0x1p-6f) return sign | __float2int_rn(__fmul_rn(size, 512.0f));  // subnormal
+    const unsigned bits = __float_as_uint(size);
+    // 20 mantissa bits go, to even at a tie; the exponent's bias changes from 127 to 7
+    return sign | ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+  }
+
+  static __device__ __forceinline__ unsigned pack(float a, float b, float c, float d) {
+    return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+  }
+};
+
+// Four floats as e4m3; a in the lowest byte.
 __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {
-  unsigned all;
-  asm("{\n"
-      ".reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n"
-      "}\n"
-      : "=r"(all)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return all;
+  return E4m3<Arch::kConvertsToE4m3>::pack(a, b, c, d);
 }
 
 // Two floats as bfloat16 or float16; a in the low half.
