@@ -101,6 +101,15 @@ struct CopyWarp {
     }
   }
 
+  __device__ __forceinline__ void copy_tiles(long long tile, int half, int count, unsigned full) {
+    bulk_copy(shared_address(shared.k[stage] + half * kKvTileBytes), params.k + tile * kKvTileBytes,
+              count * kKvTileBytes, full);
+    bulk_copy(shared_address(&shared.header[stage][half]), params.header + tile,
+              count * static_cast<int>(sizeof(TileHeader)), full);
+    bulk_copy(shared_address(shared.v[stage] + half * kKvTileBytes), params.v + tile * kKvTileBytes,
+              count * kKvTileBytes, full);
+  }
+
   // Copies two KV tiles of a head if the step falls to this warp's stage.
   __device__ __forceinline__ void copy_step(long long first_tile, int a, int b) {
     if ((step & (kNumStages - 1)) == stage) {
@@ -108,16 +117,11 @@ struct CopyWarp {
       if (lane == 0) {
         const unsigned full = shared_address(&shared.full[stage]);
         barrier_arrive_expect(full, 2 * kStepBytes + 2 * sizeof(TileHeader));
-        const int tile[2] = {a, b};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const long long source = first_tile + tile[half];
-          bulk_copy(shared_address(shared.k[stage] + half * kKvTileBytes),
-                    params.k + source * kKvTileBytes, kKvTileBytes, full);
-          bulk_copy(shared_address(&shared.header[stage][half]), params.header + source,
-                    sizeof(TileHeader), full);
-          bulk_copy(shared_address(shared.v[stage] + half * kKvTileBytes),
-                    params.v + source * kKvTileBytes, kKvTileBytes, full);
+        if (b == a + 1) {  // neighbours lie behind each other
+          copy_tiles(first_tile + a, 0, 2, full);
+        } else {
+          copy_tiles(first_tile + a, 0, 1, full);
+          copy_tiles(first_tile + b, 1, 1, full);
         }
       }
       __syncwarp();
@@ -198,7 +202,6 @@ struct ConsumerWarpgroup {
   const AttendParams& params;
   AttendShared& shared;
   const int first_row;  // of the query tile: this warp's 16 rows
-  const int half;       // which 64 rows
   const int lane;
   unsigned step = 0;    // of all items so far
 
@@ -215,36 +218,22 @@ struct ConsumerWarpgroup {
   }
 
   __device__ __forceinline__ void multiply_qk(int (&c)[64], int slot, int stage) {
-    const unsigned long long q =
-        descriptor_128b(shared_address(shared.q[slot]) + half * kQueryTileBytes / 2);
-    const unsigned long long k = descriptor_128b(shared_address(shared.k[stage]));
+    const unsigned q = (shared_address(shared.q[slot]) + (first_row & 64) * kHeadDim) >> 4;
+    const unsigned k = shared_address(shared.k[stage]) >> 4;
 #pragma unroll
-    for (int depth = 0; depth < 4; ++depth) {  // 32 channels each, 2 units of 16 bytes
-      wgmma_s8(c, q + 2 * depth, k + 2 * depth, depth > 0);
+    for (int depth = 0; depth < 4; ++depth) {  // 32 channels each
+      wgmma_s8(c, descriptor<128>(q + 2 * depth), descriptor<128>(k + 2 * depth), depth > 0);
     }
   }
 
   __device__ __forceinline__ void multiply_pv(typename Softmax::Sum (&sum)[64],
                                               const unsigned (&a)[16], int stage) {
-    const unsigned long long v = descriptor_64b(shared_address(shared.v[stage]));
+    const unsigned v = shared_address(shared.v[stage]) >> 4;
 #pragma unroll
     for (int depth = 0; depth < 4; ++depth) {  // 32 keys each, two to a KV tile
-      wgmma_pv(sum, &a[4 * depth], v + (depth >> 1) * (kKvTileBytes / 16) + 2 * (depth & 1),
+      wgmma_pv(sum, &a[4 * depth],
+               descriptor<64>(v + (depth >> 1) * (kKvTileBytes / 16) + 2 * (depth & 1)),
                depth > 0);
-    }
-  }
-
-  __device__ __forceinline__ void weigh(Softmax& softmax, int (&c)[64], float (&carry)[2],
-                                        const float (&q_scale)[2], int stage, bool has_both,
-                                        bool is_last) {
-    const int t = lane & 3;
-    const StepScales scales(shared.header[stage], t, has_both);
-    // Two bodies, chosen at run time: the block border also keeps ptxas from moving the wait for
-    // P V, which follows, up before the exponentials that are to hide it.
-    if (scales.is_full() && !(Softmax::kIsE4m3 && is_last)) {
-      softmax.template weigh<false>(c, carry, q_scale, scales, params.log2_scale, t, is_last);
-    } else {
-      softmax.template weigh<true>(c, carry, q_scale, scales, params.log2_scale, t, is_last);
     }
   }
 
@@ -260,16 +249,15 @@ struct ConsumerWarpgroup {
     for (unsigned count = 0;; ++count) {
       const int slot = count & 1;
       barrier_wait(shared_address(&shared.q_full[slot]), (count >> 1) & 1);
-      const Item item = shared.item[slot];
-      if (item.head < 0) return;
-      compute(item, slot);
+      if (shared.item[slot].head < 0) return;
+      compute(slot);
     }
   }
 
-  __device__ __forceinline__ void compute(const Item& item, int slot) {
+  __device__ __forceinline__ void compute(int slot) {
     const int row = first_row + (lane >> 2);
     const float q_scale[2] = {shared.q_scale[slot][row], shared.q_scale[slot][row + 8]};
-    const int num_steps = (item.num_tiles + 1) >> 1;
+    int tiles_left = shared.item[slot].num_tiles;
     Softmax softmax;
     int c[64];
     typename Softmax::Sum sum[64];
@@ -283,11 +271,12 @@ struct ConsumerWarpgroup {
     wgmma_fence();
     multiply_qk(c, slot, stage);
     wgmma_commit();
+    const StepTiles tiles(shared.header[stage], tiles_left >= 2);
     wgmma_wait<0>();
-    weigh(softmax, c, carry, q_scale, stage, item.num_tiles > 1, num_steps == 1);
+    softmax.weigh(c, carry, q_scale, tiles, params.log2_scale, lane & 3, tiles_left <= 2);
     softmax.pack(c, a, carry, shared.header[stage]);
 
-    for (int left = num_steps - 1; left > 0; --left) {
+    for (tiles_left -= 2; tiles_left > 0; tiles_left -= 2) {
       ++step;
       const int next = wait_for_step();
       wgmma_fence();
@@ -295,9 +284,10 @@ struct ConsumerWarpgroup {
       wgmma_commit();
       multiply_pv(sum, a, stage);
       wgmma_commit();
+      const StepTiles tiles(shared.header[next], tiles_left >= 2);
       wgmma_wait<1>();
       float next_carry[2];
-      weigh(softmax, c, next_carry, q_scale, next, left > 1 || !(item.num_tiles & 1), left == 1);
+      softmax.weigh(c, next_carry, q_scale, tiles, params.log2_scale, lane & 3, tiles_left <= 2);
       wgmma_wait<0>();
       release(&shared.empty[stage]);
       add(out, sum, carry);
@@ -310,6 +300,7 @@ struct ConsumerWarpgroup {
     wgmma_fence();
     multiply_pv(sum, a, stage);
     wgmma_commit();
+    const Item item = shared.item[slot];  // kept in shared memory so far: three registers
     release(&shared.q_empty[slot]);
     wgmma_wait<0>();
     release(&shared.empty[stage]);
@@ -357,8 +348,7 @@ struct ConsumerWarpgroup {
 
 template <class Softmax>
 __device__ __forceinline__ void attend_sm90(const AttendParams& params) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  AttendShared& shared = *reinterpret_cast<AttendShared*>(bytes);
+  AttendShared& shared = *reinterpret_cast<AttendShared*>(nox_shared);
   const int lane = threadIdx.x & 31;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   if (threadIdx.x == 0) {
@@ -383,7 +373,7 @@ __device__ __forceinline__ void attend_sm90(const AttendParams& params) {
   } else {
     take_registers<232>();
     const int row = 16 * (warp - kNumCopyWarps);
-    ConsumerWarpgroup<Softmax>{params, shared, row, row / 64, lane}.run();
+    ConsumerWarpgroup<Softmax>{params, shared, row, lane}.run();
   }
 }
 

@@ -1,10 +1,17 @@
 // Hopper's asynchronous machinery: transaction barriers, bulk copies, register hand-over.
 #pragma once
 
+// A CTA's dynamic shared memory. Outside the namespace, so that its name in PTX is this one.
+extern __shared__ __align__(1024) unsigned char nox_shared[];
+
 namespace nox {
 
+// Address in shared memory of something in nox_shared. By the symbol's own address, a constant:
+// the usual conversion from a pointer reads a special register again and again.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+  unsigned base;
+  asm("mov.u32 %0, nox_shared;" : "=r"(base));
+  return base + static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - nox_shared);
 }
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, int count) {

@@ -10,28 +10,24 @@
 
 namespace nox {
 
-// What a thread must know of the two KV tiles of a step.
-struct StepScales {
-  float k_scale[2];
-  float log2_v_scale[2];
-  int valid_count[2];  // 0 for the partner of an odd last tile
+// The two KV tiles of a step. Only whether they are full is read ahead; the scales are read where
+// they are needed, while the largest score is still sought: registers are short.
+struct StepTiles {
+  const TileHeader* header;
+  bool has_both;  // false for an odd last tile, whose partner is never weighed
+  bool is_full;
 
-  __device__ __forceinline__ StepScales(const TileHeader* header, int lane_in_quad, bool has_both) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      k_scale[half] = header[half].k_scale[lane_in_quad];
-      log2_v_scale[half] = header[half].log2_v_scale;
-      valid_count[half] = __float2int_rz(header[half].valid_count);
-    }
-    if (!has_both) valid_count[1] = 0;
+  __device__ __forceinline__ StepTiles(const TileHeader* header, bool has_both)
+      : header(header),
+        has_both(has_both),
+        is_full(has_both && header[0].valid_count + header[1].valid_count == 2.0f * kKvTile) {}
+
+  __device__ __forceinline__ float k_scale(int half, int t) const {
+    return header[half].k_scale[t];
   }
 
-  __device__ __forceinline__ bool is_full() const {
-    return valid_count[0] + valid_count[1] == 2 * kKvTile;
-  }
-
-  __device__ __forceinline__ bool is_key(int n, int t, int e) const {
-    return 8 * (n & 7) + 2 * t + e < valid_count[n >> 3];
+  __device__ __forceinline__ float log2_v_scale(int half) const {
+    return header[half].log2_v_scale;
   }
 
   // Which of this thread's 32 columns are real keys: bit 2 n + e is column 8 n + 2 t + e. They come
@@ -40,7 +36,7 @@ struct StepScales {
     unsigned bits = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int count = valid_count[half];
+      const int count = half == 0 || has_both ? __float2int_rz(header[half].valid_count) : 0;
       const int columns = 2 * (count >> 3) + min(max((count & 7) - 2 * t, 0), 2);
       bits |= ((1u << columns) - 1) << (16 * half);
     }
@@ -70,16 +66,17 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 constexpr int kNoScore = -(1 << 30);  // below every sum of 128 products of two signed bytes
 
-// Largest real score of row r in one half; kNoScore where this thread holds none.
+// Largest score of row r in one half; of real keys only where masked, kNoScore if there is none.
 template <bool kMasked>
-__device__ __forceinline__ int half_max(const int (&c)[64], const StepScales& scales, int t, int r, int half) {
+__device__ __forceinline__ int half_max(const int (&c)[64], unsigned keys, int r, int half) {
+  keys = reread(keys);
   int highest = kNoScore;
 #pragma unroll
   for (int n = 8 * half; n < 8 * half + 8; ++n) {
     int a = c[4 * n + 2 * r], b = c[4 * n + 2 * r + 1];
     if (kMasked) {
-      a = scales.is_key(n, t, 0) ? a : kNoScore;
-      b = scales.is_key(n, t, 1) ? b : kNoScore;
+      a = is_key(keys, n, 0) ? a : kNoScore;
+      b = is_key(keys, n, 1) ? b : kNoScore;
     }
     highest = max(max(a, b), highest);
   }
@@ -102,39 +99,56 @@ struct Int8Softmax {
   float denominator[2] = {0.0f, 0.0f};  // this thread's columns
 
   // Scores -> weights in 0..255, as float bits in place, unrounded; and what O is to be carried by.
-  template <bool kMasked>
   __device__ __forceinline__ void weigh(int (&c)[64], float (&carry)[2], const float (&q_scale)[2],
-                                        const StepScales& scales, float log2_scale, int t,
-                                        bool is_last) {
+                                        const StepTiles& tiles, float log2_scale, int t, bool) {
+    int highest_score[2][2];  // [row][half]
+    const bool is_full = tiles.is_full;
+    if (is_full) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        highest_score[i >> 1][i & 1] = half_max<false>(c, 0, i >> 1, i & 1);
+      }
+    } else {
+      const unsigned keys = tiles.key_bits(t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        highest_score[i >> 1][i & 1] = half_max<true>(c, keys, i >> 1, i & 1);
+      }
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float factor[2], highest[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        factor[half] = __fmul_rn(__fmul_rn(q_scale[r], scales.k_scale[half]), log2_scale);
-        const int score = half_max<kMasked>(c, scales, t, r, half);
+        const int score = highest_score[r][half];
+        factor[half] = __fmul_rn(__fmul_rn(q_scale[r], tiles.k_scale(half, t)), log2_scale);
         highest[half] =
-            __fmaf_rn(__int2float_rn(score), factor[half], scales.log2_v_scale[half]);
-        if (kMasked && score == kNoScore) highest[half] = minus_infinity();
+            __fmaf_rn(__int2float_rn(score), factor[half], tiles.log2_v_scale(half));
+        if (score == kNoScore) highest[half] = minus_infinity();
       }
       const float step = quad_max(fmaxf(highest[0], highest[1]));
       running[r] = fmaxf(running[r], step);
       const float fresh = fmaxf(__fadd_rn(step, -7.994f), __fadd_rn(running[r], -24.0f));
       carry[r] = exp2_approx(__fadd_rn(level[r], -fresh));
       level[r] = fresh;
-      const float addend[2] = {__fadd_rn(scales.log2_v_scale[0], -fresh),
-                               __fadd_rn(scales.log2_v_scale[1], -fresh)};
+      const float addend[2] = {__fadd_rn(tiles.log2_v_scale(0), -fresh),
+                               __fadd_rn(tiles.log2_v_scale(1), -fresh)};
 #pragma unroll
       for (int n = 0; n < 16; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           int& x = c[4 * n + 2 * r + e];
-          float weight =
-              exp2_approx(__fmaf_rn(__int2float_rn(x), factor[n >> 3], addend[n >> 3]));
-          if (kMasked && !scales.is_key(n, t, e)) weight = 0.0f;
-          x = __float_as_int(weight);
+          x = __float_as_int(
+              exp2_approx(__fmaf_rn(__int2float_rn(x), factor[n >> 3], addend[n >> 3])));
         }
       }
+    }
+    // The block border here also keeps ptxas from moving the wait for P V, which follows, up
+    // before the exponentials that are to hide it.
+    if (!is_full) {
+      const unsigned keys = tiles.key_bits(t);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) c[i] = is_key(keys, i >> 2, i & 1) ? c[i] : 0;
     }
   }
 
@@ -178,17 +192,29 @@ struct E4m3Softmax {
 
   static constexpr float kOffset = -8.807f;
 
-  template <bool kMasked>
+  // Scores -> weights up to 448, as float bits in place, unrounded; and what O is to be carried by.
+  // Two bodies: the block border also keeps ptxas from moving the wait for P V up.
   __device__ __forceinline__ void weigh(int (&c)[64], float (&carry)[2], const float (&q_scale)[2],
-                                        const StepScales& scales, float log2_scale, int t,
+                                        const StepTiles& tiles, float log2_scale, int t,
                                         bool is_last) {
-    const unsigned keys = kMasked ? scales.key_bits(t) : ~0u;
+    if (tiles.is_full && !is_last) {
+      weigh_some<false>(c, carry, q_scale, tiles, log2_scale, t, false);
+    } else {
+      weigh_some<true>(c, carry, q_scale, tiles, log2_scale, t, is_last);
+    }
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void weigh_some(int (&c)[64], float (&carry)[2], const float (&q_scale)[2],
+                                        const StepTiles& tiles, float log2_scale, int t,
+                                        bool is_last) {
+    const unsigned keys = kMasked ? tiles.key_bits(t) : ~0u;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float factor[2], highest[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float scale = __fmul_rn(q_scale[r], scales.k_scale[half]);
+        const float scale = __fmul_rn(q_scale[r], tiles.k_scale(half, t));
         factor[half] = __fmul_rn(log2_scale, scale);
         if (kMasked) {
           // the last step rounds its scores once more, before the softmax scale
@@ -207,7 +233,7 @@ struct E4m3Softmax {
             }
           }
         } else {
-          highest[half] = __int2float_rn(half_max<false>(c, scales, t, r, half));
+          highest[half] = __int2float_rn(half_max<false>(c, keys, r, half));
         }
         const float level_of_half = __fmaf_rn(highest[half], factor[half], kOffset);
         // no key: minus infinity times a scale of 0 would be NaN

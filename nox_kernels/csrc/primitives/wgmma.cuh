@@ -9,14 +9,14 @@
 
 namespace nox {
 
-// Matrix descriptor (PTX ISA, "Matrix descriptor format"): rows of 128 or 64 bytes, K-major, in
-// atoms of 8 rows that follow each other.
-__device__ __forceinline__ unsigned long long descriptor_128b(unsigned address) {
-  return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((address & 0x3ffff) >> 4);
-}
-
-__device__ __forceinline__ unsigned long long descriptor_64b(unsigned address) {
-  return (2ull << 62) | (32ull << 32) | (1ull << 16) | ((address & 0x3ffff) >> 4);
+// Matrix descriptor (PTX ISA, "Matrix descriptor format") of a K-major operand: swizzled rows of 128
+// or 64 bytes, in atoms of 8 rows that follow each other. `address` counts 16 bytes. The high word
+// is a constant, so that moving through a tile is one 32-bit addition.
+template <int kRowBytes>
+__device__ __forceinline__ unsigned long long descriptor(unsigned address) {
+  constexpr unsigned kSwizzle = kRowBytes == 128 ? 1 : 2;
+  constexpr unsigned kHigh = kSwizzle << 30 | kRowBytes * 8 / 16;
+  return static_cast<unsigned long long>(kHigh) << 32 | (1u << 16 | address);
 }
 
 __device__ __forceinline__ void wgmma_fence() {
