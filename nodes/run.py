@@ -125,16 +125,21 @@ class Run:
 
 
 def pick_kernel(
-    session: Session, device: torch.device, dtype: torch.dtype
+    session: Session,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Callable[[str], None] | None = None,
 ) -> capability.KernelSpec:
-    """What computes a session's attention on a device.
+    """What computes a session's attention on a device, loaded.
 
     Raises:
         NoKernelError: Nothing of ours can.
     """
-    return capability.pick(
-        capability.KernelCase.on(device, dtype, session.shape.head_dim, session.request.precision)
+    shape = session.shape
+    case = capability.KernelCase.on(
+        device, dtype, shape.head_dim, session.request.precision, shape.num_heads
     )
+    return capability.prepare(capability.pick(case), device, on_progress)
 
 
 @dataclass(eq=False)

@@ -83,8 +83,12 @@ def announce(session: Session, device: torch.device) -> None:
     if session.announced_in == prompt_id:
         return
     session.announced_in = prompt_id
+
+    def compiling(_: str) -> None:  # the log has the words
+        show(session.node_id, "Compiling GPU kernels:\nonce, under a minute.")
+
     try:
-        kernel = pick_kernel(session, device, torch.bfloat16)
+        kernel = pick_kernel(session, device, torch.bfloat16, compiling)
     except NoKernelError as error:
         log.warning("Nox: ComfyUI's own attention will run: %s.", error)
         show(session.node_id, "ComfyUI's own attention:\nsee the log for the reason")

@@ -36,9 +36,10 @@ def _attend_group(group: HeadGroup, precision: str, q: Tensor, k: Tensor, v: Ten
         q, k, v, layout.slot_row, layout.valid_count, precision=precision, pooling=group.pooling
     )
     selection = _select(group, images.q_pool, images.k_pool)
-    return ops.tile_attention(
-        images, selection.bits, layout.valid_count, layout.row_slot, dtype=q.dtype
+    out, _ = ops.tile_attention(
+        images, selection.bits, layout.slot_row, layout.num_rows, dtype=q.dtype
     )
+    return out
 
 
 def route_group(group: HeadGroup, q: Tensor, k: Tensor) -> Selection:

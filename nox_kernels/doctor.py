@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .attention import attend_layer, route_group
-from .capability import KernelCase, KernelSpec, pick
+from .capability import KernelCase, KernelSpec, pick, prepare
 from .errors import NoKernelError
 from .layer_plan import LayerPlan
 from .layout_table import preset_table
@@ -110,13 +110,13 @@ def driver_version() -> str | None:
 
 def _case(device: torch.device, precision: str) -> KernelCase:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return KernelCase.on(device, dtype, HEAD_DIM, precision)
+    return KernelCase.on(device, dtype, HEAD_DIM, precision, NUM_HEADS)
 
 
 def serving_kernel(device: torch.device, precision: str) -> KernelSpec | None:
-    """The kernel that serves a device, or None."""
+    """The kernel that serves a device, loaded, or None."""
     try:
-        return pick(_case(device, precision))
+        return prepare(pick(_case(device, precision)), device)
     except NoKernelError:
         return None
 
@@ -124,7 +124,7 @@ def serving_kernel(device: torch.device, precision: str) -> KernelSpec | None:
 def describe_choice(device: torch.device, precision: str) -> str:
     """What serves a device, or why nothing does."""
     try:
-        return str(pick(_case(device, precision)))
+        return str(prepare(pick(_case(device, precision)), device))
     except NoKernelError as error:
         return f"nothing, the host's own attention runs: {error}"
 

@@ -58,6 +58,18 @@ class AttendParams(ctypes.Structure):
     )
 
 
+def serves(device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int) -> bool:
+    """These kernels compute q, k and v of this kind on this device."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and dtype in DTYPES
+        and num_heads <= MAX_HEADS
+        and head_dim == HEAD_DIM
+        and torch.cuda.get_device_capability(device) == COMPUTE_CAPABILITY
+    )
+
+
 def _dtype_suffix(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 else "f16"
 
@@ -104,7 +116,9 @@ def pack_tiles(
     """
     num_heads, num_rows, _ = q.shape
     if num_heads > MAX_HEADS:
-        raise SequenceError(f"Nox's kernel takes {MAX_HEADS} heads a call at most, got {num_heads}.")
+        raise SequenceError(
+            f"Nox's kernel takes {MAX_HEADS} heads a call at most, got {num_heads}."
+        )
     device, dtype = q.device, q.dtype
     num_query_tiles = slot_row.shape[0] // QUERY_TILE
     num_kv_tiles = 2 * num_query_tiles
@@ -216,7 +230,5 @@ def tile_attention(
     grid = (min(_num_multiprocessors(device), num_heads * num_query_tiles), 1, 1)
     for kind, name in enumerate(("nox_attend_int8", "nox_attend_e4m3")):
         params.next_item = next_item.data_ptr() + 4 * kind
-        _launch(
-            "attend_sm90", name, params, device, grid, ATTEND_THREADS, ATTEND_SHARED_BYTES
-        )
+        _launch("attend_sm90", name, params, device, grid, ATTEND_THREADS, ATTEND_SHARED_BYTES)
     return out, lse

@@ -33,13 +33,39 @@ class TileImages(NamedTuple):
     q: Tensor  # [H, Nq, 128, D] int8
     q_scale: Tensor  # [H, Nq, 128] float32, one per row
     k: Tensor  # [H, Nk, 64, D] int8
-    k_scale: Tensor  # [H, Nk, 4] float32; key j of a tile uses entry (j % 8) // 2
+    header: Tensor  # [H, Nk, 8] float32, all that a step needs of a KV tile; see `make_header`
     v: Tensor  # [H, Nk, 64, D] int8, or the bytes of e4m3 where the head is flagged
-    v_tile_scale: Tensor  # [H, Nk] float32, beside the channel scale; 1 for e4m3
     v_channel_scale: Tensor  # [H, D] float32
     v_is_e4m3: Tensor  # [H] bool: this head takes FP8 P V
+    k_mean: Tensor  # [H, D] float32, what was taken from every key
     q_pool: Tensor  # [H, Nq, P, D] float32, of the given values over real rows
     k_pool: Tensor  # [H, Np, P, D] float32
+
+    @property
+    def k_scale(self) -> Tensor:
+        """[H, Nk, 4] float32; key j of a tile uses entry (j % 8) // 2."""
+        return self.header[..., :4]
+
+    @property
+    def v_tile_scale(self) -> Tensor:
+        """[H, Nk] float32, beside the channel scale; 1 for e4m3."""
+        return self.header[..., 4]
+
+
+def make_header(k_scale: Tensor, v_tile_scale: Tensor, valid_count: Tensor) -> Tensor:
+    """Eight numbers of a KV tile: K scales 0..3, V scale, its log2, its inverse, real rows.
+
+    Args:
+        k_scale: [H, Nk, 4] float32.
+        v_tile_scale: [H, Nk] float32, positive.
+        valid_count: [Nk] int32.
+
+    Returns:
+        [H, Nk, 8] float32, in the order of `TileHeader` in params.h.
+    """
+    count = valid_count.float().expand_as(v_tile_scale)
+    rest = (v_tile_scale, v_tile_scale.log2(), v_tile_scale.reciprocal(), count)
+    return torch.cat((k_scale, torch.stack(rest, dim=2)), dim=2)
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -199,12 +225,13 @@ def _key_groups(tiles: Tensor) -> Tensor:
 
 def _pack_qk_accurate(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, ...]:
     """K centred by its sampled mean, both rotated; a scale per Q row, four per 64 keys."""
-    k = hadamard(k - k[:, ::SAMPLE_STRIDE].mean(dim=1, keepdim=True))
+    mean = k[:, ::SAMPLE_STRIDE].mean(dim=1, keepdim=True)
+    k = hadamard(k - mean)
     q_tiles = to_tiles(hadamard(q), slot_row, 128)
     q8, q_scale = _quantise_accurate(q_tiles, q_tiles.abs().amax(3, keepdim=True))
     k_groups = _key_groups(to_tiles(k, slot_row, 64))
     k8, k_scale = _quantise_accurate(k_groups, k_groups.abs().amax((2, 4, 5), keepdim=True))
-    return q8, q_scale.squeeze(3), k8.flatten(2, 4), k_scale.flatten(2)
+    return q8, q_scale.squeeze(3), k8.flatten(2, 4), k_scale.flatten(2), mean[:, 0]
 
 
 def _pack_qk_faithful(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, ...]:
@@ -214,7 +241,8 @@ def _pack_qk_faithful(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, .
     """
     q_tiles = to_tiles(q.float(), slot_row, 128).unflatten(2, (8, 2, 8))  # [H, Nq, 8, 2, 8, D]
     q8, q_scale = _quantise_faithful(q_tiles, q_tiles.abs().amax((3, 5), keepdim=True))
-    smooth = (k - k.mean(dim=1, keepdim=True)).float()  # rounded to k's dtype, as upstream does
+    mean = k.mean(dim=1, keepdim=True)
+    smooth = (k - mean).float()  # rounded to k's dtype, as upstream does
     k_groups = _key_groups(to_tiles(smooth, slot_row, 128))  # [H, Nk / 2, 16, 4, 2, D]
     k8, k_scale = _quantise_faithful(k_groups, k_groups.abs().amax((2, 4, 5), keepdim=True))
     return (
@@ -222,6 +250,7 @@ def _pack_qk_faithful(q: Tensor, k: Tensor, slot_row: Tensor) -> tuple[Tensor, .
         q_scale.expand(-1, -1, -1, 2, -1, -1).flatten(2),
         k8.flatten(2, 4).unflatten(2, (2, 64)).flatten(1, 2),
         k_scale.flatten(2).repeat_interleave(2, dim=1),
+        mean[:, 0].float(),
     )
 
 
@@ -253,11 +282,14 @@ def _pack_v_int8(v: Tensor, slot_row: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     return image, tile_scale, channel, rounding > 0.035**2 * power
 
 
-def _pack_heads(q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, precision: str):
+def _pack_heads(
+    q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, valid_count: Tensor, precision: str
+) -> tuple[Tensor, ...]:
+    """The images of some heads: `TileImages` without its statistics."""
     pack_qk = _pack_qk_accurate if precision == "accurate" else _pack_qk_faithful
     if precision == "accurate":
         q, k = q.float(), k.float()
-    q8, q_scale, k8, k_scale = pack_qk(q, k, slot_row)
+    q8, q_scale, k8, k_scale, k_mean = pack_qk(q, k, slot_row)
     v = v.float()
     v8, channel_scale = _pack_v_e4m3(v, slot_row)
     tile_scale = torch.ones_like(k_scale[:, :, 0])
@@ -267,7 +299,8 @@ def _pack_heads(q: Tensor, k: Tensor, v: Tensor, slot_row: Tensor, precision: st
         v8 = torch.where(is_e4m3[:, None, None, None], v8, v_int8)
         tile_scale = torch.where(is_e4m3[:, None], tile_scale, int8_tile_scale)
         channel_scale = torch.where(is_e4m3[:, None], channel_scale, int8_channel_scale)
-    return q8, q_scale, k8, k_scale, v8, tile_scale, channel_scale, is_e4m3
+    header = make_header(k_scale, tile_scale, valid_count)
+    return q8, q_scale, k8, header, v8, channel_scale, is_e4m3, k_mean
 
 
 def pooled_tile(pooling: str) -> int:
@@ -310,7 +343,7 @@ def pack_tiles(
     """
     heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (slot_row.shape[0] * q.shape[2]))
     chunks = zip(*(x.split(heads_per_chunk) for x in (q, k, v)), strict=True)
-    parts = [_pack_heads(qc, kc, vc, slot_row, precision) for qc, kc, vc in chunks]
+    parts = [_pack_heads(qc, kc, vc, slot_row, valid_count, precision) for qc, kc, vc in chunks]
     q_pool, k_pool = pool_qk(q, k, slot_row, valid_count, pooling)
     return TileImages(*map(torch.cat, zip(*parts, strict=True)), q_pool=q_pool, k_pool=k_pool)
 
@@ -325,14 +358,13 @@ class _Step(NamedTuple):
     scale: Tensor  # [B, 128, 128], Q scale times K scale
     is_key: Tensor  # [B, 1, 128] bool
     v: Tensor  # [B, 128, D] float32, the values of the image
-    v_tile_scale: Tensor  # [B, 1, 128]
+    log2_v_scale: Tensor  # [B, 1, 128]
+    inv_v_scale: Tensor  # [B, 1, 128]
     is_live: Tensor  # [B, 1, 1] bool: the query tile still has a tile to visit
     is_last: Tensor  # [B, 1, 1] bool
 
 
-def _steps(
-    images: TileImages, head: Tensor, query: Tensor, mask: Tensor, valid_count: Tensor
-) -> Iterator[_Step]:
+def _steps(images: TileImages, head: Tensor, query: Tensor, mask: Tensor) -> Iterator[_Step]:
     """Walk the kept tiles of B query tiles upwards, two at a time.
 
     Args:
@@ -340,7 +372,6 @@ def _steps(
         head: [B] head of each query tile.
         query: [B] its number in the head.
         mask: [B, Nk] bool, its kept KV tiles.
-        valid_count: [Nk].
 
     Yields:
         A `_Step` for every 128 keys.
@@ -357,14 +388,17 @@ def _steps(
     for step_idx in range(math.ceil(int(count.max()) / 2)):
         place = torch.arange(2 * step_idx, 2 * step_idx + 2, device=mask.device)
         tile = kept[:, place]  # [B, 2]
-        valid = torch.where(place < count[:, None], valid_count[tile], 0)
+        header = images.header[row, tile]  # [B, 2, 8]
+        valid = torch.where(place < count[:, None], header[..., 7], 0)
+        log2_v_scale, inv_v_scale = header[..., 5:7].repeat_interleave(64, dim=1).unbind(2)
         v = images.v[row, tile].flatten(1, 2)
         yield _Step(
             score=q @ images.k[row, tile].flatten(1, 2).float().transpose(1, 2),
-            scale=q_scale * images.k_scale[row, tile][..., scale_of_key].flatten(1)[:, None],
+            scale=q_scale * header[..., scale_of_key].flatten(1)[:, None],
             is_key=(slot < valid[..., None]).flatten(1)[:, None],
             v=(v.view(E4M3) if is_e4m3 else v).float(),
-            v_tile_scale=images.v_tile_scale[row, tile].repeat_interleave(64, dim=1)[:, None],
+            log2_v_scale=log2_v_scale[:, None],
+            inv_v_scale=inv_v_scale[:, None],
             is_live=(place[0] < count)[:, None, None],
             is_last=(step_idx == (count - 1) // 2)[:, None, None],
         )
@@ -375,19 +409,22 @@ def _sum(x: Tensor) -> Tensor:
     return x.double().sum(dim=2, keepdim=True).float()
 
 
-def _attend_int8(steps: Iterator[_Step], out: Tensor) -> Tensor:
+def _attend_int8(steps: Iterator[_Step], out: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax and P V with u8 P and s8 V; O and d in units of the step's level.
 
     The tile scale of V rides in P's exponent and is divided out of the denominator again. The
     level follows the step's maximum, but stays within 24 bits of the running one, so that O
     cannot overflow.
+
+    Returns:
+        Values [B, 128, D], and the log2 of each row's sum of exponentials [B, 128, 1].
     """
     denominator = torch.zeros_like(out[..., :1])
     running = torch.full_like(denominator, -math.inf)
     level = torch.full_like(denominator, -1e30)
     log2_scale = _log2_softmax_scale(out.shape[2])
     for step in steps:
-        addend = step.v_tile_scale.log2()
+        addend = step.log2_v_scale
         logit = step.score * (step.scale * log2_scale)
         highest = (logit + addend).masked_fill(~step.is_key, -math.inf).amax(2, keepdim=True)
         running = running.maximum(highest)
@@ -396,16 +433,19 @@ def _attend_int8(steps: Iterator[_Step], out: Tensor) -> Tensor:
         carry = (level - fresh).exp2()
         p = (logit + (addend - fresh)).exp2().round().masked_fill(~step.is_key, 0.0)
         out = out * carry + p @ step.v
-        denominator = denominator * carry + _sum(p / step.v_tile_scale)
+        denominator = denominator * carry + _sum(p * step.inv_v_scale)
         level = fresh
-    return out / denominator
+    return out / denominator, level + denominator.log2()
 
 
-def _attend_e4m3(steps: Iterator[_Step], out: Tensor) -> Tensor:
+def _attend_e4m3(steps: Iterator[_Step], out: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax and P V of SageAttention 2.2 on sm_90: e4m3 P and V, promoted every 128 keys.
 
     The maximum is kept 8.807 < log2(448) below the true one, so that P fills e4m3's range. The
     last step dequantises its scores before the softmax scale, a rounding earlier.
+
+    Returns:
+        As `_attend_int8`.
     """
     offset = _float32(8.807)
     denominator = torch.ones_like(out[..., :1])
@@ -426,7 +466,7 @@ def _attend_e4m3(steps: Iterator[_Step], out: Tensor) -> Tensor:
         partial = (p8.double() @ step.v.double()).float()
         out = _fma(out, carry, partial)
         highest = fresh
-    return out * denominator.reciprocal()
+    return out * denominator.reciprocal(), highest + denominator.log2()
 
 
 def _log2_softmax_scale(head_dim: int) -> float:
@@ -435,28 +475,28 @@ def _log2_softmax_scale(head_dim: int) -> float:
 
 
 def tile_attention(
-    images: TileImages, bits: Tensor, valid_count: Tensor, row_slot: Tensor, dtype: torch.dtype
-) -> Tensor:
+    images: TileImages, bits: Tensor, slot_row: Tensor, num_rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Attention over the selected KV tiles.
 
     Args:
         images: Tile images of Q, K and V.
         bits: [H, Nq, ceil(Nk / 32)] int32 selection; every row selects a tile, never an empty one.
-        valid_count: [Nk] int32.
-        row_slot: [S] int32, the slot of each packed row.
+        slot_row: [Nq * 128] int32, the packed row in each slot, -1 = empty.
+        num_rows: S; each packed row has one slot.
         dtype: Of the result.
 
     Returns:
-        [S, H, D] in packed order.
+        [S, H, D] in packed order; and [H, S] float32, the natural log of each row's sum of
+        exponentials of its scaled logits, whose keys have `images.k_mean` taken off.
     """
     num_heads, num_query_tiles, query_tile, head_dim = images.q.shape
-    num_rows, device = row_slot.shape[0], bits.device
+    device = bits.device
     mask = unpack_bits(bits, images.k.shape[1])
     count = mask.sum(2).flatten()  # of each (head, query tile)
     is_e4m3 = images.v_is_e4m3.repeat_interleave(num_query_tiles)
-    slot_row = torch.full((num_query_tiles * query_tile,), -1, device=device)
-    slot_row[row_slot.long()] = torch.arange(num_rows, device=device)
     out = torch.empty(num_rows, num_heads, head_dim, dtype=dtype, device=device)
+    lse = torch.empty(num_heads, num_rows, device=device)
     for attend, mine in ((_attend_int8, ~is_e4m3), (_attend_e4m3, is_e4m3)):
         # query tiles with about as many steps share a chunk; the split does not touch the result
         tiles = mine.nonzero().flatten()
@@ -465,10 +505,13 @@ def tile_attention(
             if not len(chunk):
                 continue
             head, query = chunk // num_query_tiles, chunk % num_query_tiles
-            steps = _steps(images, head, query, mask[head, query], valid_count)
+            steps = _steps(images, head, query, mask[head, query])
             zeros = torch.zeros(len(chunk), query_tile, head_dim, device=device)
-            values = attend(steps, zeros) * images.v_channel_scale[head, None]
-            row = slot_row.view(-1, query_tile)[query]
+            values, log2_sum = attend(steps, zeros)
+            values = values * images.v_channel_scale[head, None]
+            row = slot_row.view(-1, query_tile)[query].long()
             real = row >= 0
-            out[row[real], head[:, None].expand_as(row)[real]] = values[real].to(dtype)
-    return out
+            head = head[:, None].expand_as(row)[real]
+            out[row[real], head] = values[real].to(dtype)
+            lse[head, row[real]] = log2_sum[..., 0][real] * math.log(2)
+    return out, lse

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attend_layer
-from ..capability import KernelCase, KernelSpec, pick
+from ..capability import KernelCase, KernelSpec, pick, prepare
 from ..errors import NoKernelError, NoxError, RequestError, SequenceError
 from ..layer_plan import LayerPlan
 from ..layout_table import PRESETS, LayoutTable, preset_table
@@ -246,9 +246,10 @@ class NoxRun:
         """Why no kernel serves such tensors; None if one does. Asked once for each kind."""
         key = (device, dtype, head_dim)
         if key not in self._refusals:
-            case = KernelCase.on(device, dtype, head_dim, self.request.precision)
+            num_heads = self.transformer.config.num_attention_heads
+            case = KernelCase.on(device, dtype, head_dim, self.request.precision, num_heads)
             try:
-                self.kernels.add(pick(case))
+                self.kernels.add(prepare(pick(case), device))
                 self._refusals[key] = None
             except NoKernelError as error:
                 self._refusals[key] = str(error)

@@ -95,7 +95,9 @@ def main() -> None:
         "torch": torch.__version__,
         "rows": SEQUENCE.num_rows,
         "computed_by": str(
-            pick(KernelCase.on(torch.device(args.device), torch.bfloat16, 128, "accurate"))
+            pick(
+                KernelCase.on(torch.device(args.device), torch.bfloat16, 128, "accurate", NUM_HEADS)
+            )
         ),
         "torch attention": measure(torch_attention, args.device, args.repeats),
     }

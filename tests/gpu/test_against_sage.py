@@ -81,9 +81,7 @@ def images_of_upstream(qkv, granularity, smooth_k, layout):
 @pytest.mark.parametrize("smooth_k", [True, False])
 @pytest.mark.parametrize("granularity", ["per_thread", "per_warp"])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_attention_has_upstreams_bits_on_its_own_quantised_tensors(
-    num_rows, granularity, smooth_k
-):
+def test_attention_has_upstreams_bits_on_its_own_quantised_tensors(num_rows, granularity, smooth_k):
     qkv = fused(num_rows, 56 if num_rows > 10_000 else 4)
     qkv[1] = qkv[1] + 1.5  # smoothing has something to do
     layout = packed_layout(rows_sequence(num_rows)).to("cuda")

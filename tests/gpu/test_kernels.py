@@ -26,9 +26,7 @@ def test_accurate_images_are_the_references_but_for_ties(case, layout_name):
     qkv = case.make_inputs("cuda")
     layout = make_layout(case.sequence, layout_name).to("cuda")
     made = image_order.to_plain_order(pack(qkv, layout, "accurate", "extremes"))
-    wanted = reference.pack_tiles(
-        *qkv, layout.slot_row, layout.valid_count, "accurate", "extremes"
-    )
+    wanted = reference.pack_tiles(*qkv, layout.slot_row, layout.valid_count, "accurate", "extremes")
     assert torch.equal(made.v_is_e4m3, wanted.v_is_e4m3)
     for name in ("q", "k", "v"):
         apart = (getattr(made, name).int() - getattr(wanted, name).int()).abs()
@@ -65,9 +63,7 @@ def test_pools_are_the_references(pooling):
     made = pack(qkv, layout, "accurate", pooling)
     wanted = reference.pack_tiles(*qkv, layout.slot_row, layout.valid_count, "accurate", pooling)
     for name in ("q_pool", "k_pool"):
-        torch.testing.assert_close(
-            getattr(made, name), getattr(wanted, name), rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(getattr(made, name), getattr(wanted, name), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["accurate", "faithful"])

@@ -1,9 +1,9 @@
-"""The reference on CUDA tensors: what computes there until kernels do."""
+"""The reference on CUDA tensors: what computes there where no kernel does."""
 
 import pytest
 import torch
 
-from nox_kernels import ops, route
+from nox_kernels import ops, reference, route
 from nox_kernels.attention import attend_layer
 from nox_kernels.layout import raster_layout
 from nox_kernels.layout_table import preset_table
@@ -23,13 +23,11 @@ pytestmark = [
 def run(case, precision, device):
     q, k, v = case.make_inputs(device)
     layout = raster_layout(case.sequence).to(device)
-    images = ops.pack_tiles(
-        q, k, v, layout.slot_row, layout.valid_count, precision=precision, pooling="mean"
-    )
+    images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision, "mean")
     bits = route.keep_all(layout, case.num_heads).bits
-    return ops.tile_attention(
-        images, bits, layout.valid_count, layout.row_slot, dtype=torch.float32
-    )
+    return reference.tile_attention(images, bits, layout.slot_row, layout.num_rows, torch.float32)[
+        0
+    ]
 
 
 @pytest.mark.parametrize("precision", ["accurate", "faithful"])

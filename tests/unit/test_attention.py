@@ -75,10 +75,10 @@ def test_an_all_ones_selection_over_sparse_tiles_is_as_exact_as_dense(name, prec
     out = ops.tile_attention(
         images,
         route.keep_all(layout, 4).bits,
-        layout.valid_count,
-        layout.row_slot,
+        layout.slot_row,
+        layout.num_rows,
         dtype=torch.float32,
-    )
+    )[0]
     dense = attend_layer(plan_of(AttentionRequest(precision=precision)).dense_layer, q, k, v)
     dense_error = relative_error(dense.unflatten(1, (4, 128)).transpose(0, 1), truth)
     assert relative_error(out.transpose(0, 1), truth) <= 1.05 * dense_error
@@ -245,7 +245,7 @@ def test_ops_pass_torchs_own_checks():
     bits = route.keep_all(layout, 1).bits
     torch.library.opcheck(
         torch.ops.nox.tile_attention,
-        (list(images), bits, layout.valid_count, layout.row_slot, torch.bfloat16),
+        (list(images), bits, layout.slot_row, layout.num_rows, torch.bfloat16),
     )
 
 
@@ -259,8 +259,8 @@ def test_a_compiled_layer_has_no_graph_break_at_our_ops():
         )
         bits = route.keep_all(layout, case.num_heads).bits
         return ops.tile_attention(
-            images, bits, layout.valid_count, layout.row_slot, dtype=torch.bfloat16
-        )
+            images, bits, layout.slot_row, layout.num_rows, dtype=torch.bfloat16
+        )[0]
 
     inputs = case.make_inputs()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -29,7 +29,7 @@ def dense(case, precision, layout=None):
         layout = (raster_layout if precision == "accurate" else packed_layout)(case.sequence)
     images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision, "mean")
     bits = route.keep_all(layout, case.num_heads).bits
-    out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
+    out = reference.tile_attention(images, bits, layout.slot_row, layout.num_rows, torch.float32)[0]
     return out.transpose(0, 1), images, layout
 
 
@@ -89,8 +89,8 @@ def test_zeros_everywhere_give_zeros():
         )
         bits = route.keep_all(layout, 2).bits
         out = reference.tile_attention(
-            images, bits, layout.valid_count, layout.row_slot, torch.float32
-        )
+            images, bits, layout.slot_row, layout.num_rows, torch.float32
+        )[0]
         assert not out.any()  # and no NaN
 
 
@@ -102,7 +102,7 @@ def test_tiny_values_do_not_overflow_their_scale():
         q, k, v * 1e-8, layout.slot_row, layout.valid_count, "faithful", "none"
     )
     bits = route.keep_all(layout, 2).bits
-    out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
+    out = reference.tile_attention(images, bits, layout.slot_row, layout.num_rows, torch.float32)[0]
     assert out.isfinite().all()
 
 
@@ -115,7 +115,7 @@ def test_a_channel_that_only_the_sample_misses_keeps_its_tile():
     images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate", "mean")
     assert not images.v_is_e4m3.any()
     bits = route.keep_all(layout, case.num_heads).bits
-    out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
+    out = reference.tile_attention(images, bits, layout.slot_row, layout.num_rows, torch.float32)[0]
     truth = reference.dense_attention(q, k, v)
     assert relative_error(out.transpose(0, 1), truth) < 0.020
 
@@ -153,8 +153,8 @@ def test_sparse_matches_float64_over_its_kept_keys(layout_name, precision):
     images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, precision, "mean")
     selection = keep_tiles(mean_scores(images), layout, 2)
     out = reference.tile_attention(
-        images, selection.bits, layout.valid_count, layout.row_slot, torch.float32
-    )
+        images, selection.bits, layout.slot_row, layout.num_rows, torch.float32
+    )[0]
     mask = selection.mask(layout.num_kv_tiles)
     slot = layout.row_slot.long()
     keep = mask[:, slot // 128][:, :, slot // 64]  # [H, S, S]
@@ -178,8 +178,8 @@ def test_audio_rows_of_sparse_are_bit_equal_to_dense(precision):
         )
         sparse, full = (
             reference.tile_attention(
-                images, selection.bits, layout.valid_count, layout.row_slot, torch.float32
-            )
+                images, selection.bits, layout.slot_row, layout.num_rows, torch.float32
+            )[0]
             for selection in kept
         )
         audio = case.sequence.is_audio
@@ -197,8 +197,8 @@ def test_what_lies_in_empty_slots_never_reaches_a_row():
     poisoned.q[:, empty.view(-1, 128)] = 127
     bits = route.keep_all(layout, case.num_heads).bits
     again = reference.tile_attention(
-        poisoned, bits, layout.valid_count, layout.row_slot, torch.float32
-    )
+        poisoned, bits, layout.slot_row, layout.num_rows, torch.float32
+    )[0]
     assert empty.any()
     assert torch.equal(again.transpose(0, 1), out)
 
@@ -219,7 +219,7 @@ def test_a_nan_in_v_is_not_hidden():
     layout = raster_layout(case.sequence)
     images = reference.pack_tiles(q, k, v, layout.slot_row, layout.valid_count, "accurate", "mean")
     bits = route.keep_all(layout, case.num_heads).bits
-    out = reference.tile_attention(images, bits, layout.valid_count, layout.row_slot, torch.float32)
+    out = reference.tile_attention(images, bits, layout.slot_row, layout.num_rows, torch.float32)[0]
     assert out[:, 0].isnan().any()
     assert out[:, 1].isfinite().all()
 

@@ -25,11 +25,13 @@ def make_images(q, q_scale, k, k_scale, v, *, is_e4m3, v_tile_scale=None) -> Til
         q=q[None].to(torch.int8),
         q_scale=q_scale[None],
         k=k[None].to(torch.int8),
-        k_scale=k_scale[None],
+        header=reference.make_header(
+            k_scale[None], v_tile_scale[None], torch.full((num_kv_tiles,), 64)
+        ),
         v=v[None],
-        v_tile_scale=v_tile_scale[None],
         v_channel_scale=torch.ones(1, 128),
         v_is_e4m3=torch.tensor([is_e4m3]),
+        k_mean=torch.zeros(1, 128),
         q_pool=torch.zeros(1, 1, 0, 128),
         k_pool=torch.zeros(1, num_kv_tiles, 0, 128),
     )
@@ -40,9 +42,11 @@ def attend(images, kept, valid_count) -> torch.Tensor:
     mask = torch.zeros(1, 1, images.k.shape[1], dtype=torch.bool)
     mask[..., list(kept)] = True
     bits = reference.pack_bits(mask)
-    valid = torch.tensor(valid_count, dtype=torch.int32)
+    header = images.header.clone()
+    header[..., 7] = torch.tensor(valid_count)
     rows = torch.arange(128, dtype=torch.int32)
-    return reference.tile_attention(images, bits, valid, rows, F32)[:, 0]
+    out, _ = reference.tile_attention(images._replace(header=header), bits, rows, 128, F32)
+    return out[:, 0]
 
 
 def random_images(num_kv_tiles, *, is_e4m3, seed=0) -> TileImages:
@@ -156,8 +160,8 @@ def test_logits_far_below_zero_do_not_meet_the_start_of_the_maximum():
         q=torch.full_like(images.q, 127),
         q_scale=torch.full_like(images.q_scale, 0.02),
         k=torch.full_like(images.k, -127),
-        k_scale=torch.full_like(images.k_scale, 0.02),
     )
+    images.k_scale.fill_(0.02)
     out = attend(images, (0, 1), [64, 64])
     v = images.v.view(torch.float8_e4m3fn).double()[0].flatten(0, 1)
     torch.testing.assert_close(out[5].double(), v.mean(0), rtol=1e-3, atol=0.02)
