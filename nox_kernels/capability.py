@@ -149,6 +149,18 @@ def pick(case: KernelCase) -> KernelSpec:
     raise NoKernelError("; ".join(reasons))
 
 
+def passed_over(case: KernelCase) -> list[str]:
+    """Why each implementation for this kind of device that comes before the picked one is not it."""
+    reasons = []
+    for spec in KERNELS:
+        reason = spec.why_not(case)
+        if reason is None:
+            break
+        if spec.device_type == case.device_type:
+            reasons.append(reason)
+    return reasons
+
+
 def prepare(
     spec: KernelSpec, device: torch.device, on_progress: Progress | None = None
 ) -> KernelSpec:

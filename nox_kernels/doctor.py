@@ -6,13 +6,16 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from . import build
 from .attention import attend_layer, route_group
-from .capability import KernelCase, KernelSpec, pick, prepare
-from .errors import NoKernelError
+from .capability import KernelCase, KernelSpec, passed_over, pick, prepare
+from .driver import driver_version
+from .errors import BuildError, DriverError, NoKernelError, NoxError, one_line
 from .layer_plan import LayerPlan
 from .layout_table import preset_table
 from .plan import make_plan
@@ -40,35 +43,74 @@ OPTIONAL_PACKAGES = (
 
 
 def main() -> int:
-    """Print the report; 0 if every self-test passed, else 1."""
-    print("Nox doctor")
-    print(f"  Python {platform.python_version()} on {platform.platform()}")
-    print(f"  PyTorch {torch.__version__}")
-    print("\nDevices")
+    """Print the report; 0 if everything that this machine should run works, else 1."""
     devices = find_devices()
+    print("Nox doctor")
+    print(f"  Nox {package_version('nox-h3') or 'in a checkout, not installed'}")
+    print(f"  Python {platform.python_version()} on {platform.platform()}")
+    print(f"  PyTorch {torch.__version__}, for {describe_build()}")
+    print(f"  NVIDIA driver: {describe_driver()}")
+    print(f"  NVRTC, which compiles GPU kernels: {describe_nvrtc(devices)}")
+    print("\nDevices")
     for device in devices:
         print(f"  {device}: {describe_device(device)}")
     print("\nWhat computes attention (modes sage, sparse and veda)")
-    for device in devices:
-        for precision in PRECISIONS:
-            print(f"  {device}, {precision}: {describe_choice(device, precision)}")
+    choices = [Choice.on(device, precision) for device in devices for precision in PRECISIONS]
+    for choice in choices:
+        print(f"  {choice.title}: {choice}")
+    print("\nFiles of the GPU kernels")
+    print("\n".join(f"  {line}" for line in describe_files(choices)) or "  none is needed here")
     print("\nOptional packages")
     for name, purpose in OPTIONAL_PACKAGES:
         print(f"  {name} ({purpose}): {package_version(name) or 'not installed'}")
     print("\nSelf-test: relative error against float64")
-    all_passed = True
-    for device in devices:
-        for precision in PRECISIONS:
-            if serving_kernel(device, precision) is None:
-                continue
-            for mode, error in self_test(device, precision).items():
-                limit = ERROR_LIMIT[precision]
-                passed = error <= limit  # a NaN fails
-                all_passed = all_passed and passed
-                verdict = "ok" if passed else "FAILED"
-                print(f"  {device}, {mode}, {precision}: {error:.4f} (limit {limit:.3f}) {verdict}")
-    print("\nEverything works." if all_passed else "\nA self-test failed: do not trust the output.")
-    return 0 if all_passed else 1
+    is_well = not any(choice.is_broken for choice in choices)
+    for choice in choices:
+        if choice.spec is not None:
+            is_well = _print_self_test(choice) and is_well
+    print("\nEverything works." if is_well else "\nSomething does not work; see above.")
+    return 0 if is_well else 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes attention of one precision on one device.
+
+    Attributes:
+        device: Of q, k and v.
+        precision: "accurate" or "faithful".
+        spec: What serves them, loaded; None where the host's own attention runs.
+        is_broken: A kernel would serve them, but cannot be loaded.
+        reason: Why no better one serves them; "" for the best.
+    """
+
+    device: torch.device
+    precision: str
+    spec: KernelSpec | None
+    is_broken: bool
+    reason: str
+
+    @classmethod
+    def on(cls, device: torch.device, precision: str) -> Choice:
+        """Choose as a run does, and load what was chosen."""
+        case = _case(device, precision)
+        spec = None
+        try:
+            spec = pick(case)
+            prepare(spec, device, lambda text: print(f"  {text}"))
+        except NoKernelError as error:
+            return cls(device, precision, None, spec is not None, str(error))
+        return cls(device, precision, spec, False, "; ".join(passed_over(case)))
+
+    @property
+    def title(self) -> str:
+        """As "cuda:0, accurate"."""
+        return f"{self.device}, {self.precision}"
+
+    def __str__(self) -> str:
+        if self.spec is None:
+            return f"nothing, the host's own attention runs: {self.reason}"
+        return f"{self.spec}{'; ' if self.reason else ''}{self.reason}"
 
 
 def find_devices() -> list[torch.device]:
@@ -78,20 +120,34 @@ def find_devices() -> list[torch.device]:
     ]
 
 
-def describe_device(device: torch.device) -> str:
-    """Name, and of a GPU its compute capability, memory and driver."""
-    if device.type == "cpu":
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    properties = torch.cuda.get_device_properties(device)
-    driver = driver_version()
+def describe_build() -> str:
+    """What this PyTorch was built for; names the mistake of a CPU build beside an NVIDIA GPU."""
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    try:
+        driver_version()
+    except DriverError:
+        return "the CPU only"
     return (
-        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-        f"{properties.total_memory / 2**30:.0f} GiB" + (f", driver {driver}" if driver else "")
+        "the CPU only, though an NVIDIA driver is there: for the GPU, install PyTorch with CUDA "
+        "(pytorch.org says how)"
     )
 
 
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None where nvidia-smi does not tell."""
+def describe_driver() -> str:
+    """Version of NVIDIA's driver and the newest CUDA that it serves, or why there is none."""
+    try:
+        cuda = "for CUDA {}.{}".format(*driver_version())
+    except DriverError as error:
+        return str(error)
+    release = driver_release()
+    return f"{release}, {cuda}" if release else cuda
+
+
+def driver_release() -> str | None:
+    """NVIDIA's number of its driver, such as 580.95; None where nvidia-smi does not tell."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -108,25 +164,49 @@ def driver_version() -> str | None:
     return answer.stdout.split("\n")[0].strip() or None
 
 
+def _architecture(device: torch.device) -> str | None:
+    return build.architecture_for(torch.cuda.get_device_capability(device))
+
+
+def describe_nvrtc(devices: list[torch.device]) -> str:
+    """NVRTC's version and place for the first GPU that Nox serves, or what to install."""
+    architectures = [_architecture(device) for device in devices if device.type == "cuda"]
+    known = [architecture for architecture in architectures if architecture is not None]
+    try:
+        nvrtc = build.open_nvrtc(known[0] if known else build.ARCHITECTURES[0])
+    except BuildError as error:
+        return str(error) if known else "none, and without an NVIDIA GPU none is needed"
+    return f"{nvrtc.version_text} at {nvrtc.path}"
+
+
+def describe_device(device: torch.device) -> str:
+    """Name, and of a GPU its compute capability and memory."""
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.total_memory / 2**30:.0f} GiB"
+    )
+
+
 def _case(device: torch.device, precision: str) -> KernelCase:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return KernelCase.on(device, dtype, HEAD_DIM, precision, NUM_HEADS)
 
 
-def serving_kernel(device: torch.device, precision: str) -> KernelSpec | None:
-    """The kernel that serves a device, loaded, or None."""
-    try:
-        return prepare(pick(_case(device, precision)), device)
-    except NoKernelError:
-        return None
-
-
-def describe_choice(device: torch.device, precision: str) -> str:
-    """What serves a device, or why nothing does."""
-    try:
-        return str(prepare(pick(_case(device, precision)), device))
-    except NoKernelError as error:
-        return f"nothing, the host's own attention runs: {error}"
+def describe_files(choices: list[Choice]) -> list[str]:
+    """Which file holds each unit of kernels that serves a device, a line each."""
+    lines: dict[str, None] = {}  # both precisions of a device share their files
+    for choice in choices:
+        if choice.spec is None or not choice.spec.units:
+            continue
+        architecture = _architecture(choice.device)
+        assert architecture is not None  # or nothing would have been loaded
+        for unit in choice.spec.units:
+            origin = build.describe_image(unit, architecture)
+            lines[f"{choice.device}, {unit} ({architecture}): {origin}"] = None
+    return list(lines)
 
 
 def package_version(name: str) -> str | None:
@@ -135,6 +215,22 @@ def package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _print_self_test(choice: Choice) -> bool:
+    """Test one choice, a line for each mode; whether all passed."""
+    limit = ERROR_LIMIT[choice.precision]
+    try:
+        errors = self_test(choice.device, choice.precision)
+    except (NoxError, RuntimeError) as error:  # torch's of a GPU are RuntimeErrors
+        print(f"  {choice.title}: FAILED. {one_line(str(error), 300)}")
+        return False
+    for mode, error in errors.items():
+        verdict = "ok" if error <= limit else "FAILED"  # a NaN fails
+        print(
+            f"  {choice.device}, {mode}, {choice.precision}: {error:.4f} (limit {limit:.3f}) {verdict}"
+        )
+    return all(error <= limit for error in errors.values())
 
 
 def self_test(device: torch.device, precision: str) -> dict[str, float]:

@@ -229,9 +229,10 @@ def prepare(
     _driver().prepare(unit_names, device, on_progress)
 
 
-def driver_version() -> tuple[int, int] | None:
-    """The newest CUDA that the driver serves, (12, 8); None without a driver."""
-    try:
-        return _driver().api.version()
-    except DriverError:
-        return None
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA that the driver serves, (12, 8).
+
+    Raises:
+        DriverError: There is no driver, or it does not start.
+    """
+    return _driver().api.version()

@@ -47,6 +47,14 @@ def test_what_our_kernel_does_not_take_goes_to_the_reference(change, words):
     assert re.search(words, reason)
 
 
+def test_what_was_passed_over_is_told_for_its_own_kind_of_device():
+    assert capability.passed_over(HOPPER) == []
+    assert capability.passed_over(CPU) == []
+    assert capability.passed_over(GPU) == [
+        "Nox INT8 kernel (sm_90a) is for compute capability 9.0, this GPU has 8.9"
+    ]
+
+
 @pytest.mark.parametrize("change", [{}, {"dtype": torch.float32}, {"num_heads": 65}])
 def test_the_ops_compute_with_what_was_picked(change, monkeypatch):
     case = replace(HOPPER, **change)

@@ -489,7 +489,8 @@ def test_a_missing_driver_is_told(monkeypatch):
         DriverError, match=r"No NVIDIA driver was found .*: install NVIDIA's driver"
     ):
         driver.kernel("attend", "sage", GPU[0])
-    assert driver.driver_version() is None
+    with pytest.raises(DriverError, match="No NVIDIA driver was found"):
+        driver.driver_version()
 
 
 def test_the_version_is_cudas(loader, library):
