@@ -70,8 +70,8 @@ class NoxAttention(io.ComfyNode):
                     options=list(PRECISIONS),
                     default="accurate",
                     advanced=True,
-                    tooltip="accurate: about half the error of SageAttention 2.2. faithful: "
-                    "SageAttention 2.2's own arithmetic, to compare.",
+                    tooltip="accurate: under half the error of SageAttention 2.2. faithful: "
+                    "SageAttention 2.2's own arithmetic, to compare with it.",
                 ),
                 io.Int.Input(
                     "veda_budget",

@@ -255,7 +255,7 @@ def test_a_note_says_what_to_download(workflow):
     assert "If audio crackles, first try sampler euler and mode dense" in text
     modes = workflow.titled("Which mode?")["widgets_values"][0]
     assert "unproven" in modes
-    assert "not faster yet" in modes
+    assert "GPU kernels for H100, H200 and GH200 only" in modes
 
 
 def test_no_path_of_a_machine(workflow):
