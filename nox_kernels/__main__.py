@@ -1,4 +1,4 @@
-"""Command line: python -m nox_kernels demo | doctor | build."""
+"""Command line: python -m nox_kernels demo | doctor | build | bench."""
 
 from __future__ import annotations
 
@@ -65,6 +65,31 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument(
         "--arch", nargs="+", default=(), metavar="ARCH", help="only these, as sm_90a"
     )
+    bench = commands.add_parser(
+        "bench",
+        help="measure every mode beside the other attention that is installed",
+        description=(
+            "Measure time, memory and error of one attention call in every mode, and of every "
+            "other implementation that is installed, in turns in one process. Writes bench.json, "
+            "bench.md and bench.png."
+        ),
+    )
+    bench.set_defaults(run=_bench)
+    bench.add_argument(
+        "--out", default="nox-bench", metavar="DIR", help="folder for the files (default nox-bench)"
+    )
+    bench.add_argument(
+        "--rows", nargs="+", type=int, help="packed rows S (default 7733 38304 104555)"
+    )
+    bench.add_argument("--heads", type=int, default=56, help="heads (default 56)")
+    bench.add_argument("--repeats", type=int, default=12, help="timed calls each (default 12)")
+    bench.add_argument(
+        "--sets", nargs="+", metavar="SET", help="inputs (default normal strong outlier)"
+    )
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    bench.add_argument(
+        "--plot-from", metavar="FILE", help="only draw the picture of a bench.json, beside it"
+    )
     parser.set_defaults(run=None)
     return parser
 
@@ -108,6 +133,22 @@ def _build(args: argparse.Namespace) -> int:
     )
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from .bench.command import ROWS, SETS, BenchRequest, main
+
+    return main(
+        BenchRequest(
+            out=args.out,
+            rows=tuple(args.rows or ROWS),
+            num_heads=args.heads,
+            repeats=args.repeats,
+            sets=tuple(args.sets or SETS),
+            device=args.device,
+            plot_from=args.plot_from,
+        )
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; 2 where the user has to change something."""
     parser = _parser()
@@ -124,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print("nox: PyTorch is not installed; run: pip install torch", file=sys.stderr)
     except KeyboardInterrupt:
-        print("\nnox: stopped; no file was written", file=sys.stderr)
+        print("\nnox: stopped", file=sys.stderr)
         return 130
     return 2
 

@@ -35,7 +35,7 @@ def _attend_group(group: HeadGroup, precision: str, q: Tensor, k: Tensor, v: Ten
     images = ops.pack_tiles(
         q, k, v, layout.slot_row, layout.valid_count, precision=precision, pooling=group.pooling
     )
-    selection = _select(group, images.q_pool, images.k_pool)
+    selection = select_tiles(group, images.q_pool, images.k_pool)
     out, _ = ops.tile_attention(
         images, selection.bits, layout.slot_row, layout.num_rows, dtype=q.dtype
     )
@@ -51,10 +51,17 @@ def route_group(group: HeadGroup, q: Tensor, k: Tensor) -> Selection:
         k: The same.
     """
     layout = group.layout
-    return _select(group, *pool_qk(q, k, layout.slot_row, layout.valid_count, group.pooling))
+    return select_tiles(group, *pool_qk(q, k, layout.slot_row, layout.valid_count, group.pooling))
 
 
-def _select(group: HeadGroup, q_pool: Tensor, k_pool: Tensor) -> Selection:
+def select_tiles(group: HeadGroup, q_pool: Tensor, k_pool: Tensor) -> Selection:
+    """What each query tile of a group keeps, from the pooled values of its tile images.
+
+    Args:
+        group: With or without a rule.
+        q_pool: [h, Nq, P, D] float32, see `reference.TileImages`.
+        k_pool: [h, Np, P, D].
+    """
     if group.rule is None:
         return route.keep_all(group.layout, len(group.heads))
     if group.predictor is None:

@@ -1,0 +1,1 @@
+"""Bench: measures our modes and every installed peer, interleaved in one process."""
