@@ -9,29 +9,22 @@ import subprocess
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from . import build
-from .attention import attend_layer, route_group
+from .attention import attend_layer
 from .capability import KernelCase, KernelSpec, passed_over, pick, prepare
 from .driver import driver_version
 from .errors import BuildError, DriverError, NoKernelError, NoxError, one_line
-from .layer_plan import LayerPlan
-from .layout_table import preset_table
-from .plan import make_plan
 from .reference import dense_attention
-from .request import PRECISIONS, AttentionRequest, DenseRequest
-from .schedule import Schedule
-from .sequence import Sequence, t2va_sequence
-from .veda.predictor import VedaPredictor
-from .veda.synthetic import random_bundle, random_plan
+from .request import PRECISIONS
+from .sequence import t2va_sequence
+from .trial import kept_keys, trial_layer
 
 # The self-test's problem.
 NUM_HEADS = 2
 HEAD_DIM = 128
 # Relative error against float64 attention, random normal input.
 ERROR_LIMIT = {"accurate": 0.020, "faithful": 0.045}
-KEEP_RATIO = 0.15
 OPTIONAL_PACKAGES = (
     ("av", "writes videos"),
     ("diffusers", "runs the demo"),
@@ -246,43 +239,12 @@ def self_test(device: torch.device, precision: str) -> dict[str, float]:
     shape = (NUM_HEADS, sequence.num_rows, HEAD_DIM)
     dtype = _case(device, precision).dtype
     q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
+    rows = torch.arange(sequence.num_rows, device=device)
     errors = {}
     for mode in ("sage", "sparse", "veda"):
-        layer = _one_layer(mode, precision, sequence, device)
-        keep = None if layer.keeps_everything else _kept_keys(layer, q, k)
+        layer = trial_layer(mode, sequence, NUM_HEADS, device, precision=precision)
+        keep = None if layer.keeps_everything else kept_keys(layer, q, k, v, rows)
         truth = dense_attention(q, k, v, keep).transpose(0, 1).flatten(1)
         out = attend_layer(layer, q, k, v).double()
         errors[mode] = float((out - truth).norm() / truth.norm())
     return errors
-
-
-def _one_layer(mode: str, precision: str, sequence: Sequence, device: torch.device) -> LayerPlan:
-    dense = DenseRequest(first_steps=0, blocks=())
-    shapes = ("4x8x4", "8x4x4")
-    veda_plan = random_plan(
-        "self-test", sequence.token_grid, shapes, num_layers=1, num_heads=NUM_HEADS
-    )
-    bundle = random_bundle((veda_plan,), num_layers=1, num_heads=NUM_HEADS)
-    plan = make_plan(
-        AttentionRequest(mode, KEEP_RATIO, precision=precision, veda_keep_ratio=KEEP_RATIO),
-        dense,
-        sequence,
-        preset_table("uniform", 1, NUM_HEADS),
-        Schedule.resolve((1.0, 0.0), dense, lambda percent: 1.0 - percent),
-        num_layers=1,
-        num_heads=NUM_HEADS,
-        device=device,
-        predictor=VedaPredictor.from_bundle(bundle).to(device),
-    )
-    return plan.layer(0, mode)
-
-
-def _kept_keys(layer: LayerPlan, q: Tensor, k: Tensor) -> Tensor:
-    """[H, S, S] bool: the keys that each row sees."""
-    keep = torch.empty((*q.shape[:2], k.shape[1]), dtype=torch.bool, device=q.device)
-    for group in layer.groups:
-        layout, heads = group.layout, group.head_idx
-        mask = route_group(group, q[heads], k[heads]).mask(layout.num_kv_tiles)
-        slot = layout.row_slot
-        keep[heads] = mask[:, slot // layout.query_tile][:, :, slot // layout.kv_tile]
-    return keep

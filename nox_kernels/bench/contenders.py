@@ -1,5 +1,6 @@
 """Contenders: every way to compute one attention call that this machine may have."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,24 +13,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import ops
 from ..attention import attend_layer, select_tiles
 from ..capability import KernelCase, pick, prepare
+from ..doctor import package_version
 from ..driver import Progress
 from ..errors import NoKernelError
 from ..layer_plan import LayerPlan
-from ..layout_table import preset_table
-from ..plan import make_plan
 from ..reference import TileImages
-from ..request import AttentionRequest, DenseRequest
-from ..schedule import Schedule
 from ..sequence import Sequence
-from ..veda.predictor import VedaPredictor
-from ..veda.synthetic import random_bundle, random_plan
+from ..trial import trial_layer
 from .inputs import HEAD_DIM
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 ACCURATE = "nox sage accurate"
 CUDNN = "torch cuDNN"
-VEDA_SHAPES = ("4x8x4", "2x8x8")
 POOLINGS = ("none", "mean", "extremes")
 # What multiplies Q by K, and P by V: names of ceilings.
 INT8, INT8_FP8, BF16 = ("int8", "int8"), ("int8", "fp8"), ("bf16", "bf16")
@@ -92,41 +88,6 @@ class Contender:
     is_part: bool = False
 
 
-def layer_plan(
-    mode: str,
-    sequence: Sequence,
-    num_heads: int,
-    device: torch.device | str,
-    *,
-    precision: str = "accurate",
-    keep_ratio: float = 0.15,
-) -> LayerPlan:
-    """One layer of a mode as a host would get it.
-
-    Veda's predictor has random weights and two tile shapes: it costs what a trained one costs.
-    """
-    dense = DenseRequest(first_steps=0, blocks=())
-    predictor = None
-    if mode == "veda":
-        veda_plan = random_plan(
-            "bench", sequence.token_grid, VEDA_SHAPES, num_layers=1, num_heads=num_heads
-        )
-        bundle = random_bundle((veda_plan,), num_layers=1, num_heads=num_heads)
-        predictor = VedaPredictor.from_bundle(bundle).to(device)
-    plan = make_plan(
-        AttentionRequest(mode, keep_ratio, precision=precision, veda_keep_ratio=keep_ratio),
-        dense,
-        sequence,
-        preset_table("uniform", 1, num_heads),
-        Schedule.resolve((1.0, 0.0), dense, lambda percent: 1.0 - percent),
-        num_layers=1,
-        num_heads=num_heads,
-        device=device,
-        predictor=predictor,
-    )
-    return plan.layer(0, plan.decide(0, 0.5).kind)
-
-
 # ---- ours ----------------------------------------------------------------------------------------
 
 
@@ -141,7 +102,7 @@ def _nox(mode: str, precision: str, keep_ratio: float, problem: Problem) -> Read
     note = _implementation(problem, precision)
     if mode == "veda":
         note += ", random predictor"
-    layer = layer_plan(
+    layer = trial_layer(
         mode,
         problem.sequence,
         problem.num_heads,
@@ -154,7 +115,7 @@ def _nox(mode: str, precision: str, keep_ratio: float, problem: Problem) -> Read
 
 def _pack(precision: str, pooling: str, problem: Problem) -> Ready:
     note = _implementation(problem, precision)
-    layer = layer_plan(
+    layer = trial_layer(
         "sage", problem.sequence, problem.num_heads, problem.device, precision=precision
     )
     layout = layer.groups[0].layout
@@ -172,7 +133,7 @@ def _pack(precision: str, pooling: str, problem: Problem) -> Ready:
 def _packed(mode: str, precision: str, problem: Problem) -> tuple[str, LayerPlan, TileImages]:
     """Note, plan and tile images of a mode with one head group."""
     note = _implementation(problem, precision)
-    layer = layer_plan(
+    layer = trial_layer(
         mode, problem.sequence, problem.num_heads, problem.device, precision=precision
     )
     group = layer.groups[0]
@@ -227,30 +188,27 @@ def _sdpa(backend: SDPBackend, problem: Problem) -> Ready:
     return Ready(call, note)
 
 
-def _sageattention(granularity: str, problem: Problem) -> Ready:
-    import sageattention
-
-    from ..doctor import package_version
-
+def _peer(module: str, function_name: str, problem: Problem) -> tuple[Callable, str]:
+    """A function of an installed package, and the package's version."""
+    found = importlib.import_module(module)
     _needs_gpu(problem)
-    function = getattr(sageattention, "sageattn_qk_int8_pv_fp8_cuda_sm90", None)
-    version = f"sageattention {package_version('sageattention') or 'of unknown version'}"
+    package = module.replace("_", "-")
+    version = f"{package} {package_version(package) or 'of unknown version'}"
+    function = getattr(found, function_name, None)
     if function is None:
-        raise NoKernelError(f"{version} has no sageattn_qk_int8_pv_fp8_cuda_sm90")
+        raise NoKernelError(f"{version} has no {function_name}")
+    return function, version
+
+
+def _sageattention(granularity: str, problem: Problem) -> Ready:
+    name = "sageattn_qk_int8_pv_fp8_cuda_sm90"
+    function, version = _peer("sageattention", name, problem)
     q, k, v = (x[None] for x in problem.inputs)
     return Ready(lambda: function(q, k, v, tensor_layout="HND", qk_quant_gran=granularity), version)
 
 
 def _comfy_kitchen(problem: Problem) -> Ready:
-    import comfy_kitchen
-
-    from ..doctor import package_version
-
-    _needs_gpu(problem)
-    function = getattr(comfy_kitchen, "int8_attention", None)
-    version = f"comfy-kitchen {package_version('comfy-kitchen') or 'of unknown version'}"
-    if function is None:
-        raise NoKernelError(f"{version} has no int8_attention")
+    function, version = _peer("comfy_kitchen", "int8_attention", problem)
     q, k, v = (x[None] for x in problem.inputs)
     return Ready(lambda: function(q, k, v), version)
 

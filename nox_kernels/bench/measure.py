@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..errors import NoxError, one_line
+from ..trial import kept_keys
 from .contenders import Contender, Problem, Ready
-from .quality import compare, float64_rows, kept_keys, output_rows, sampled_rows
+from .quality import compare, float64_rows, output_rows, sampled_rows
 from .timing import Samples, Timer, median, num_runs
 
 
@@ -27,14 +28,15 @@ class Entry:
         """Keep the reason, and let go of what it held."""
         self.ready, self.reason = None, reason_of(error)
 
-    def as_dict(self, kept_share: float) -> dict:
+    def as_dict(self) -> dict:
         """For JSON."""
+        layer = self.ready.layer if self.ready else None
         return {
             "name": self.contender.name,
             "is_part": self.contender.is_part,
             "products": self.contender.products,
             "note": self.ready.note if self.ready else "",
-            "kept_share": kept_share,
+            "kept_share": layer.kept_share if layer else 1.0,
             "median_ms": None if self.reason else median(self.samples.device_ms),
             "host_ms": None if self.reason else median(self.samples.host_ms),
             "samples": asdict(self.samples),
@@ -79,7 +81,7 @@ def measure(
                 timer.sample(entry.ready.call, entry.samples)
             except Exception as error:  # noqa: BLE001 - as above
                 entry.fail(error)
-    return [entry.as_dict(_kept_share(entry)) for entry in entries]
+    return [entry.as_dict() for entry in entries]
 
 
 def _start(
@@ -96,12 +98,6 @@ def _start(
     if ready.layer is None or ready.layer.keeps_everything:
         entry.quality = compare(sampled, truth)
         return
-    own_truth = float64_rows(problem.inputs, rows, kept_keys(ready.layer, problem.inputs, rows))
+    own_truth = float64_rows(problem.inputs, rows, kept_keys(ready.layer, *problem.inputs, rows))
     dense_error = compare(sampled, truth)["error"]
     entry.quality = {**compare(sampled, own_truth), "dense_error": dense_error}
-
-
-def _kept_share(entry: Entry) -> float:
-    if entry.ready is None or entry.ready.layer is None:
-        return 1.0
-    return entry.ready.layer.kept_share

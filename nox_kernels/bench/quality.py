@@ -5,9 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..attention import select_tiles
-from ..layer_plan import LayerPlan
 from ..reference import dense_attention
 from .contenders import Inputs
 
@@ -36,28 +33,6 @@ def float64_rows(inputs: Inputs, rows: Tensor, keep: Tensor | None = None) -> Te
         seen = None if keep is None else keep[one]
         heads.append(dense_attention(q[one, rows], k[one], v[one], seen))
     return torch.cat(heads)
-
-
-def kept_keys(layer: LayerPlan, inputs: Inputs, rows: Tensor) -> Tensor:
-    """[H, R, S] bool: the keys that a layer lets some rows see, selected as its own call does."""
-    q, k, v = inputs
-    keep = torch.empty(q.shape[0], len(rows), k.shape[1], dtype=torch.bool, device=q.device)
-    for group in layer.groups:
-        layout, heads = group.layout, group.head_idx
-        images = ops.pack_tiles(
-            q.index_select(0, heads),
-            k.index_select(0, heads),
-            v.index_select(0, heads),
-            layout.slot_row,
-            layout.valid_count,
-            precision=layer.precision,
-            pooling=group.pooling,
-        )
-        mask = select_tiles(group, images.q_pool, images.k_pool).mask(layout.num_kv_tiles)
-        query_tile = layout.row_slot[rows].long() // layout.query_tile
-        kv_tile = layout.row_slot.long() // layout.kv_tile
-        keep[heads] = mask[:, query_tile][:, :, kv_tile]
-    return keep
 
 
 def output_rows(out: Tensor, rows: Tensor, num_heads: int) -> Tensor:

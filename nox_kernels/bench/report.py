@@ -1,6 +1,7 @@
 """Report: the tables of a bench, from its JSON."""
 
 from .contenders import ACCURATE, CUDNN
+from .timing import median
 
 SAGE = "sageattention per_warp"
 NONE = "-"
@@ -31,7 +32,7 @@ def report(results: dict) -> str:
             (
                 name,
                 f"{of['rate']:,.4g} {of['unit']}" if of["rate"] else f"none: {of['reason']}",
-                _number(_median(of["samples_ms"])),
+                _number(median(of["samples_ms"])),
             )
             for name, of in results["ceilings"].items()
         ],
@@ -92,12 +93,6 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     line = "| {} |".format
     rule = "|---|" + "---:|" * (len(head) - 1)
     return [line(" | ".join(head)), rule, *(line(" | ".join(row)) for row in rows)]
-
-
-def _median(values: list[float]) -> float | None:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return (ordered[middle] + ordered[~middle]) / 2 if ordered else None
 
 
 def _number(value: float | None) -> str:

@@ -15,9 +15,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nox_kernels.attention import route_group
-from nox_kernels.bench.contenders import layer_plan
 from nox_kernels.layer_plan import HeadGroup
 from nox_kernels.sequence import t2va_sequence
+from nox_kernels.trial import trial_layer
 
 SEQUENCE = t2va_sequence(1344, 768, 124, num_text=594)  # S = 38,304
 
@@ -70,7 +70,7 @@ def main() -> None:
         "num_heads": args.heads,
     }
     for mode, keep_ratio in (("sparse", 0.15), ("veda", 0.1)):
-        layer = layer_plan(mode, SEQUENCE, args.heads, args.device, keep_ratio=keep_ratio)
+        layer = trial_layer(mode, SEQUENCE, args.heads, args.device, keep_ratio=keep_ratio)
         result[mode] = measure(layer.groups, q, k, args.repeats)
     print(json.dumps(result, indent=2))
 

@@ -28,9 +28,9 @@ def test_a_sparse_self_test_skips_keys(mode):
     from nox_kernels.sequence import t2va_sequence
 
     sequence = t2va_sequence(256, 256, 22, 9)
-    layer = doctor._one_layer(mode, "accurate", sequence, torch.device("cpu"))
-    q, k = torch.randn(2, 2, sequence.num_rows, 128)
-    keep = doctor._kept_keys(layer, q, k)
+    layer = doctor.trial_layer(mode, sequence, 2, "cpu")
+    qkv = torch.randn(3, 2, sequence.num_rows, 128)
+    keep = doctor.kept_keys(layer, *qkv, torch.arange(sequence.num_rows))
     video = keep[:, sequence.video_start :]
     assert 0.1 < video.float().mean() < 0.9
     assert video[:, :, : sequence.video_start].all()  # text and audio are always kept
