@@ -53,7 +53,8 @@ class NoxAttention(io.ComfyNode):
                     display_name="kept %",
                     tooltip="Only for sparse: per cent of the video's tiles that each tile looks "
                     "at. 15 keeps 15 % and skips 85 %; 100 equals sage. Text, conditions and "
-                    "audio are always kept on top.",
+                    "audio are always kept on top. With few-step LoRAs start higher: 30 for 8 "
+                    "steps, 50 for 4 (unproven; the help page has a table).",
                 ),
                 io.Combo.Input(
                     "layout",

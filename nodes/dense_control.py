@@ -28,7 +28,7 @@ class NoxDenseControl(io.ComfyNode):
                     min=-1,
                     max=50,
                     tooltip="Dense steps at the start. -1 = auto: 1 of 4 steps, 2 of 8, 4 of 20; "
-                    "under veda always 1.",
+                    "under veda always 1. Keep at least 1 with 8 steps or fewer.",
                 ),
                 io.Int.Input(
                     "last_steps", default=0, min=0, max=50, tooltip="Dense steps at the end."

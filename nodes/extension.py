@@ -7,6 +7,7 @@ from .attention import NoxAttention
 from .dense_control import NoxDenseControl
 from .load_h3 import NoxLoadH3
 from .load_veda_predictor import NoxLoadVedaPredictor
+from .report_node import NoxReport
 from .save_video import NoxSaveVideo
 
 
@@ -25,4 +26,5 @@ class NoxExtension(ComfyExtension):
             NoxAttention,
             NoxDenseControl,
             NoxSaveVideo,
+            NoxReport,
         ]

@@ -19,8 +19,10 @@ from ..nox_kernels.layer_plan import LayerPlan
 from ..nox_kernels.plan import Plan
 from ..nox_kernels.request import DenseRequest
 from . import h3_sequence, status
-from .run import Forward, Run
-from .session import Session, keep_report
+from .prompt import attention_node
+from .report_store import keep_report
+from .run import Run
+from .session import Session
 
 log = logging.getLogger("nox")
 
@@ -43,7 +45,7 @@ def apply_attention(model, session: Session | None):
     clone.remove_attachments(SESSION)
     if session is not None:
         clone.set_attachments(SESSION, session)
-        status.announce(session, clone.load_device)
+        status.announce(session, session.node_id, clone.load_device)
     _install(clone)
     return clone
 
@@ -131,22 +133,26 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     options = guider.model_options["transformer_options"]  # a copy for this run
     _refuse_conflicts(session, options)
-    _refuse_geometry(session, kwargs.get("latent_shapes"))
+    node_id = attention_node(session.node_id)
+    _refuse_geometry(session, node_id, kwargs.get("latent_shapes"))
     run = Run.start(
         session,
+        node_id,
         patcher.get_attachment(DENSE_REQUEST),
         sigmas,
         patcher.get_model_object("model_sampling").percent_to_sigma,
     )
     options[RUN] = run
-    status.announce(session, patcher.load_device)
+    status.announce(session, node_id, patcher.load_device)
     try:
-        return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+        samples = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+        run.wait_for_times()
+        return samples
     finally:
         report = run.finish()
         if report is not None:
             keep_report(report)
-            status.report(session.node_id, report)
+            status.report(node_id, report)
 
 
 def _refuse_conflicts(session: Session, options: dict) -> None:
@@ -166,7 +172,7 @@ def _refuse_conflicts(session: Session, options: dict) -> None:
             )
 
 
-def _refuse_geometry(session: Session, latent_shapes: list | None) -> None:
+def _refuse_geometry(session: Session, node_id: str, latent_shapes: list | None) -> None:
     """Stop before the model is loaded where the predictor does not know the clip.
 
     A plan would refuse it too, at the first evaluation.
@@ -177,7 +183,7 @@ def _refuse_geometry(session: Session, latent_shapes: list | None) -> None:
         try:
             session.predictor.model.info.check_grid(h3_sequence.grid_of_latent(latent_shapes[0]))
         except RequestError:
-            status.refuse_geometry(session)
+            status.refuse_geometry(node_id)
             raise
 
 
@@ -186,12 +192,13 @@ def _diffusion_model(executor, x, timestep, context, transformer_options=None, *
     options = transformer_options or {}
     run = options.get(RUN)
     if run is not None:
-        run.num_forwards += 1
         layout = h3_sequence.find_layout(x, context, kwargs.get("minimax_payload"))
         # one read back from the device for all blocks
-        forward = Forward(run, float(options["sigmas"][0]), layout)
-        if run.num_forwards == 1:
-            status.describe_plan(run.session, forward.plan(None, x[0].device))
+        forward = run.begin_forward(float(options["sigmas"][0]), layout)
+        if run.log.num_evaluations == 1:
+            status.describe_plan(run, forward.plan(None, x[0].device))
+        else:
+            status.progress(run, forward.evaluation.step_idx)
         options = {**options, FORWARD: forward}
     return executor(x, timestep, context, options, *args, **kwargs)
 
@@ -217,15 +224,16 @@ class BlockPatch:
         plan = forward.plan(h3_sequence.newer_layout(args), device)
         decision = plan.decide(self.layer_idx, forward.sigma)
         if decision.kind == "native":
-            run.count("native", decision.reason)
+            run.count(forward, self.layer_idx, "native", decision.reason)
             return self._next(args, extra)
         layer = plan.layer(self.layer_idx, decision.kind)
-        override = AttentionOverride(run, plan, layer, options.get(OVERRIDE))
+        override = AttentionOverride(run, plan, layer, decision.kind, options.get(OVERRIDE))
         out = self._next({**args, "transformer_options": {**options, OVERRIDE: override}}, extra)
         if override.is_complete:
-            run.count(decision.kind, decision.reason, layer)
+            run.count(forward, self.layer_idx, decision.kind, decision.reason, layer)
         else:
-            run.count("declined", override.declined or "the block did not call attention")
+            reason = override.declined or "the block did not call attention"
+            run.count(forward, self.layer_idx, "declined", reason)
         return out
 
     def _next(self, args: dict, extra: dict) -> dict:
@@ -260,10 +268,11 @@ class AttentionOverride:
     the same options: counting heads serves the first and keeps the second on the host's own.
     """
 
-    def __init__(self, run: Run, plan: Plan, layer: LayerPlan, previous):
+    def __init__(self, run: Run, plan: Plan, layer: LayerPlan, kind: str, previous):
         self.run = run
         self.plan = plan
         self.layer = layer
+        self.kind = kind
         self.previous = previous
         self.next_head = 0
         self.declined: str | None = None
@@ -321,7 +330,10 @@ class AttentionOverride:
     def _attend(self, q, k, v, heads, *, skip_output_reshape=False, **_):
         layer = self.layer.slice_heads(self.next_head, heads)
         self.next_head += heads
-        out = attend_layer(layer, q[0], k[0], v[0])  # [S, H * D]
+        if self.previous is None:  # another node's attention need not bear a further call
+            self.run.measure_dense(q, k, v)
+        with self.run.stopwatch.time(self.kind, q.device, scale=self.plan.num_heads / heads):
+            out = attend_layer(layer, q[0], k[0], v[0])  # [S, H * D]
         if skip_output_reshape:
             return out.unflatten(1, (heads, -1)).transpose(0, 1)[None]
         return out[None]

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+from collections import deque
 
 # ComfyUI is imported inside the functions: file names are read from a prompt without it.
+
+ATTENTION = "NoxAttention"
 
 
 def is_link(value) -> bool:
@@ -33,6 +36,38 @@ def running_prompt(prompt_id: str) -> dict:
         return {}
     running, _ = server.prompt_queue.get_current_queue_volatile()
     return next((prompt for _, item_id, prompt, *_ in running if item_id == prompt_id), {})
+
+
+def upstream(prompt: dict, start: str) -> list[str]:
+    """A node, and those that its wires come from, nearer ones before others.
+
+    A Nox H3 Attention ends its way: the last one of a chain wins, what stands before it says nothing.
+    """
+    nodes, queue = [], deque([written(start)])
+    while queue:
+        node = queue.popleft()
+        if node in nodes or node not in prompt:
+            continue
+        nodes.append(node)
+        if prompt[node].get("class_type") != ATTENTION:
+            inputs = prompt[node].get("inputs", {})
+            queue.extend(str(value[0]) for value in inputs.values() if is_link(value))
+    return nodes
+
+
+def attention_node(executed: str) -> str:
+    """The Nox H3 Attention behind the sampler that executes now.
+
+    Args:
+        executed: The one whose output the sampler got. ComfyUI gives the output of one node to
+            another that asks the same, such as to itself after it moved into a subgraph.
+    """
+    prompt_id, sampler = executing()
+    prompt = running_prompt(prompt_id)
+    nodes = [
+        node for node in upstream(prompt, sampler) if prompt[node].get("class_type") == ATTENTION
+    ]
+    return executed if executed in nodes else next(iter(nodes), executed)
 
 
 def fingerprints(prompt: dict) -> dict[str, str]:

@@ -16,9 +16,9 @@ from comfy_api.latest import InputImpl, io, ui
 from ..nox_kernels.errors import NoxError, RequestError
 from ..nox_kernels.sound import Audio
 from ..nox_kernels.video import NameTakenError, WrittenVideo, write_video
-from . import status
+from . import report_text, status
 from .filename import resolve_prefix, why_not
-from .session import NO_RUN, lines_and_reports
+from .report_store import NO_RUN, lines_and_reports
 
 _MP4 = "mp4 (H.264 + AAC)"
 _BOTH_INPUTS = (
@@ -150,7 +150,8 @@ class NoxSaveVideo(io.ComfyNode):
             logging.warning("Nox Save Video: %s", warning)
         lines += written.warnings
         # the page draws only the video of what a saver returns
-        status.show(cls.hidden.unique_id, "\n".join(lines))
+        shown = [*map(report_text.badge, reports), *lines[len(reports) :]]
+        status.show(cls.hidden.unique_id, "\n".join(shown))
         return io.NodeOutput(
             # The file rather than the tensors: it holds no memory, it is exactly what was saved,
             # a second saver copies it without another loss, and it carries the `nox` tag on.

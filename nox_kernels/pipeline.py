@@ -306,8 +306,8 @@ def render(
         "mode": request.mode,
         "keep_ratio": request.keep_ratio if request.mode == "sparse" else None,
         "computed_by": kernels or ["diffusers' own attention"],
-        "kept_share_of_routed_calls": run.kept_share,
-        "kept_share_of_all_calls": run.kept_share_of_all_calls,
+        "kept_share_of_routed_calls": run.log.kept_share,
+        "kept_share_of_all_calls": run.log.kept_share_of_all_calls,
         "calls": [
             {"kind": kind, "reason": reason, "count": count}
             for (kind, reason), count in sorted(run.calls.items())

@@ -17,6 +17,7 @@ from .veda.bundle_info import BundleInfo, VedaPlan
 from .veda.predictor import VedaPredictor
 
 AUTO_VEDA_STEPS = 1  # auto dense first steps under Veda: its predictors serve every step behind
+FEW_STEPS = 8  # a schedule this short has no steps to spare for undoing an early error
 MANY_REFERENCES = 0.25  # share of the video's rows from which references cost much when all kept
 
 
@@ -186,7 +187,26 @@ def _with_sparse(plan: Plan, table: LayoutTable, device: torch.device | str) -> 
         plan,
         routed_layers=tuple(layers),
         normal=Decision("sparse", "sparse"),
-        warnings=_reference_warnings(plan),
+        warnings=_few_step_warnings(plan.schedule, layers, "kept %") + _reference_warnings(plan),
+    )
+
+
+def _few_step_warnings(schedule: Schedule, layers: list[LayerPlan], widget: str) -> tuple[str, ...]:
+    """What to do where a short run skips tiles in every step from its beginning on.
+
+    Args:
+        schedule: Of the run.
+        layers: Plan of each layer where tiles are routed.
+        widget: What the user types to keep more tiles.
+    """
+    is_short = schedule.num_steps <= FEW_STEPS and schedule.auto_steps > 0
+    if not is_short or schedule.has_dense_step or all(layer.keeps_everything for layer in layers):
+        return ()
+    return (
+        f"No step of this {schedule.num_steps}-step run is dense. So few steps leave little room "
+        f"to undo what skipping tiles does to the first. If the clip ripples or looks unfinished, "
+        f"set first_steps of Nox Dense Steps and Blocks to {schedule.auto_steps} (-1 = auto), or "
+        f"type a higher {widget}.",
     )
 
 
@@ -229,15 +249,15 @@ def _with_veda(
                 made[str(shape)] = Tiles.on(device, layout, rule)
             groups.append(made[str(shape)].group(heads, predictor.layer(layer_idx)))
         layers.append(LayerPlan(tuple(groups), plan.request.precision))
-    warnings = ()
-    if not info.was_trained_for(sequence):
-        warnings = (
-            "This Veda predictor knows text to video only: keyframes and references are kept "
-            "whole, and a clip with them is outside its training.",
-        )
     schedule = plan.schedule
     if plan.dense_request.first_steps == AUTO:
         schedule = replace(schedule, first_steps=AUTO_VEDA_STEPS)
+    warnings = _few_step_warnings(schedule, layers, "veda kept %")
+    if not info.was_trained_for(sequence):
+        warnings += (
+            "This Veda predictor knows text to video only: keyframes and references are kept "
+            "whole, and a clip with them is outside its training.",
+        )
     return replace(
         plan,
         schedule=schedule,

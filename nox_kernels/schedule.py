@@ -19,6 +19,7 @@ class Schedule:
         last_steps: Dense steps at the end.
         sigma_start: Sparse from this sigma down.
         sigma_end: Sparse down to this sigma.
+        auto_steps: What auto would make of `first_steps`; 0 where a run begins late.
     """
 
     sigmas: tuple[float, ...]
@@ -26,6 +27,7 @@ class Schedule:
     last_steps: int
     sigma_start: float
     sigma_end: float
+    auto_steps: int
 
     @classmethod
     def resolve(
@@ -35,22 +37,26 @@ class Schedule:
         percent_to_sigma: Callable[[float], float],
     ) -> "Schedule":
         """Turn a request's counts and percents into sigmas of this run."""
-        first_steps = dense.first_steps
-        if first_steps == AUTO:
-            limit = percent_to_sigma(AUTO_PERCENT) + SIGMA_TOLERANCE
-            first_steps = sum(sigma > limit for sigma in sigmas[:-1])
+        limit = percent_to_sigma(AUTO_PERCENT) + SIGMA_TOLERANCE
+        auto_steps = sum(sigma > limit for sigma in sigmas[:-1])
         return cls(
             sigmas=tuple(sigmas),
-            first_steps=first_steps,
+            first_steps=auto_steps if dense.first_steps == AUTO else dense.first_steps,
             last_steps=dense.last_steps,
             sigma_start=percent_to_sigma(dense.start_percent),
             sigma_end=percent_to_sigma(dense.end_percent),
+            auto_steps=auto_steps,
         )
 
     @property
     def num_steps(self) -> int:
         """Denoising steps."""
         return max(1, len(self.sigmas) - 1)
+
+    @property
+    def has_dense_step(self) -> bool:
+        """Whether any step is dense at its start."""
+        return any(self.dense_reason(sigma) for sigma in self.sigmas[:-1])
 
     def step_of(self, sigma: float) -> int:
         """The step that an evaluation at `sigma` belongs to, 0-based.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attend_layer
+from ..call_log import Call, CallLog, Evaluation
 from ..capability import KernelCase, KernelSpec, pick, prepare
 from ..errors import NoKernelError, NoxError, RequestError, SequenceError
 from ..layer_plan import LayerPlan
@@ -106,7 +107,7 @@ class NoxRun:
         predictor: What scores tiles in mode veda.
         scheduler: The video's scheduler.
         observe: See `nox_attention`.
-        calls: Attention calls by (kind, reason); kind is that of `plan.Decision`.
+        log: What ran in each attention call.
         kernels: What computed Nox's calls.
     """
 
@@ -117,9 +118,8 @@ class NoxRun:
     predictor: VedaPredictor | None
     scheduler: Any
     observe: Observer | None = None
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    log: CallLog = field(default_factory=CallLog)
     kernels: set[KernelSpec] = field(default_factory=set)
-    _kept_shares: list[float] = field(default_factory=list)
     _plans: dict[tuple, tuple[Schedule, Plan]] = field(default_factory=dict)
     _refusals: dict[tuple, str | None] = field(default_factory=dict)
     _rows: tuple[Tensor, ...] = ()  # index tensors of the last forward, to know them again
@@ -127,19 +127,12 @@ class NoxRun:
     _sequence: Sequence | None = None
     _schedule: Schedule | None = None
     _sigma: float | None = None  # of the forward that is running; None outside
+    _evaluation: Evaluation | None = None  # the last one
 
     @property
-    def kept_share(self) -> float | None:
-        """Mean share of tile pairs that routed calls computed; None without such a call."""
-        return sum(self._kept_shares) / len(self._kept_shares) if self._kept_shares else None
-
-    @property
-    def kept_share_of_all_calls(self) -> float | None:
-        """The same over every call, where a dense one computes all; None without a call."""
-        num_calls = self.calls.total()
-        if num_calls == 0:
-            return None
-        return (sum(self._kept_shares) + num_calls - len(self._kept_shares)) / num_calls
+    def calls(self) -> Counter[Call]:
+        """Attention calls by (kind, reason); kind is that of `plan.Decision`."""
+        return self.log.calls
 
     @property
     def sequence(self) -> Sequence | None:
@@ -212,6 +205,10 @@ class NoxRun:
             self._sigmas = sigmas
         # The last packed row is video to be made; H3's time is 1 - sigma.
         self._sigma = 1.0 - float(arguments["timestep"][level[-1]])
+        assert self._schedule is not None
+        self._evaluation = self.log.begin(
+            self._schedule.step_of(self._sigma), self.transformer.config.num_layers
+        )
 
     def end_forward(self) -> None:
         """No forward runs any more."""
@@ -273,8 +270,6 @@ class NoxRun:
     def attend(self, layer_idx: int, decision: Decision, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, S, H, D] of one layer -> [B, S, H * D], by Nox."""
         layer = self.plan_on(q.device).layer(layer_idx, decision.kind)
-        if decision.kind in ("sparse", "veda"):
-            self._kept_shares.append(layer.kept_share)
         assert self._sigma is not None
         outs = []
         for request_qkv in zip(q, k, v, strict=True):
@@ -284,12 +279,16 @@ class NoxRun:
             outs.append(attend_layer(layer, *heads_first))
         return torch.stack(outs)
 
-    def count(self, decision: Decision) -> None:
+    def count(self, layer_idx: int, decision: Decision, device: torch.device) -> None:
         """Count a call; say once why diffusers' own attention runs where Nox was asked for."""
-        key = (decision.kind, decision.reason)
-        if key not in self.calls and decision.kind == "native":
+        kept_share = None
+        if decision.kind in ("sparse", "veda"):
+            kept_share = self.plan_on(device).layer(layer_idx, decision.kind).kept_share
+        assert self._evaluation is not None
+        call = (decision.kind, decision.reason)
+        is_first = self.log.count(self._evaluation, layer_idx, call, kept_share)
+        if is_first and decision.kind == "native":
             logger.warning("Nox leaves calls to diffusers' own attention: %s.", decision.reason)
-        self.calls[key] += 1
 
     def _percent_to_sigma(self, percent: float) -> float:
         shift, linear = self.scheduler.shift, 1.0 - percent
@@ -340,7 +339,7 @@ class NoxH3AttnProcessor:
             decision = Decision("native", "the call needs gradients")
         else:
             decision = self.run.decide(self.layer_idx, hidden_states, attn.head_dim)
-        self.run.count(decision)
+        self.run.count(self.layer_idx, decision, hidden_states.device)
         if decision.kind == "native":
             return self.native(attn, hidden_states, rotary_emb, attention_mask)
         q, k, v = _project(attn, hidden_states, rotary_emb)

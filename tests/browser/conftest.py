@@ -31,6 +31,7 @@ def _comfy_conftest():
     return module
 
 
+sys.path.insert(0, str(HERE / "support"))
 _comfy = _comfy_conftest()
 comfyui = _comfy.comfyui
 venv_python = _comfy.venv_python

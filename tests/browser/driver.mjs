@@ -166,12 +166,32 @@ const calls = {
     throw new Error('the run did not end; did the server refuse the prompt?');
   },
 
-  /** Text under a node's widgets, such as Nox's badge; null without one. */
+  /** Text under the widgets of a node in sight, by ComfyUI or by our extension; null without one. */
   badge: (id) =>
     page.evaluate((id) => {
-      const widget = app.graph.getNodeById(id).widgets.find((w) => w.name === '$$node-text-preview');
-      return widget ? String(widget.value) : null;
+      const names = ['$$node-text-preview', 'nox_badge'];
+      const texts = app.canvas.graph.getNodeById(id).widgets.filter((w) => names.includes(w.name));
+      if (texts.length > 1) throw new Error('two texts on one node');
+      return texts.length ? String(texts[0].value) : null;
     }, id),
+
+  /** Open the subgraph of a node in sight; without one, go back to the whole graph. */
+  async enter(id) {
+    await page.evaluate((id) => {
+      if (id === null) app.canvas.setGraph(app.rootGraph);
+      else {
+        const node = app.canvas.graph.getNodeById(id);
+        app.canvas.openSubgraph(node.subgraph, node);
+      }
+    }, id ?? null);
+    await settle();
+  },
+
+  /** Fold a node in sight to its title, or unfold it. */
+  async fold(id) {
+    await page.evaluate((id) => app.canvas.graph.getNodeById(id).collapse(), id);
+    await settle();
+  },
 
   /** Address of the clip that a node plays; null without one. */
   player: (id) =>
@@ -183,7 +203,7 @@ const calls = {
   /** Take a picture of the window with a node in its middle. */
   async shoot(id, file) {
     await page.evaluate((id) => {
-      const node = app.graph.getNodeById(id);
+      const node = app.canvas.graph.getNodeById(id);
       const { ds } = app.canvas;
       ds.scale = 1;
       ds.offset = [innerWidth / 2 - node.pos[0] - node.size[0] / 2, 200 - node.pos[1]];

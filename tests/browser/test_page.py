@@ -1,18 +1,14 @@
 """The shipped workflows in ComfyUI's own page: nothing missing, nothing shifts, Run works."""
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
+from shipped_graphs import IMAGE, TEXT, id_of, make_new, make_small, read
 
 ROOT = Path(__file__).parents[2]
-TEXT = "Nox H3 Text to Video and Audio"
-IMAGE = "Nox H3 Image to Video and Audio"
 # one run samples 4 layers x 8 steps
 NUM_CALLS = 32
-# another one for each run, or the second would come from the cache
-SEEDS = itertools.count(1)
 MODES = ("sparse", "veda", "dense", "sage", "sparse")  # a way through every value
 DEFAULTS = {
     "mode": "sage",
@@ -24,20 +20,6 @@ DEFAULTS = {
     "route_references": False,
 }
 BEFORE_VEDA = ["mode", "budget", "layout", "precision"]  # widgets of the node's first version
-
-
-def read(name: str) -> dict:
-    return json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def id_of(graph: dict, kind: str) -> int:
-    (node,) = [node for node in graph["nodes"] if node["type"] == kind]
-    return node["id"]
-
-
-def id_titled(graph: dict, title: str) -> int:
-    (node,) = [node for node in graph["nodes"] if node.get("title") == title]
-    return node["id"]
 
 
 def wires(graph: dict) -> list:
@@ -67,23 +49,6 @@ def add_predictor(page, graph: dict, file: str) -> int:
     page.set(loader, "predictor_name", file)
     page.connect(loader, "predictor", id_of(graph, "NoxAttention"), "predictor")
     return loader
-
-
-def make_small(page, graph: dict) -> None:
-    """The tiny files of the test host, and the smallest canvas that still routes tiles."""
-    loader = id_of(graph, "NoxLoadH3")
-    page.set(loader, "unet_name", "minimax_h3_fl2va_tiny.safetensors")
-    page.set(loader, "lora_name", "tiny_turbo_8step_v1.safetensors")
-    page.set(id_of(graph, "CLIPLoader"), "clip_name", "tiny_h3_qwen3vl.safetensors")
-    page.set(id_titled(graph, "Video VAE"), "vae_name", "tiny_h3_video_vae.safetensors")
-    page.set(id_titled(graph, "Audio VAE"), "vae_name", "tiny_h3_audio_vae.safetensors")
-    page.set(id_titled(graph, "Duration (seconds)"), "value", 0.9)
-    if any(node["type"] == "LoadImage" for node in graph["nodes"]):
-        page.set(id_titled(graph, "Short edge (768 = official)"), "value", 192)
-    else:
-        h3 = id_of(graph, "MiniMaxH3ImageToVideo")
-        page.set(h3, "width", 256)
-        page.set(h3, "height", 192)
 
 
 @pytest.mark.parametrize("name", [TEXT, IMAGE])
@@ -187,7 +152,7 @@ def test_run_saves_a_clip_and_says_what_ran(page, name):
     node, saver = id_of(graph, "NoxAttention"), id_of(graph, "NoxSaveVideo")
     page.set(node, "mode", "sparse")
     page.set(node, "budget", 20)
-    page.set(id_of(graph, "RandomNoise"), "noise_seed", next(SEEDS))
+    make_new(page, graph)
     before = page.widgets(saver)
     result = page.run()
     assert result["status"] == "success", result["error"]
@@ -197,7 +162,7 @@ def test_run_saves_a_clip_and_says_what_ran(page, name):
     assert line.startswith("Nox sparse 20 %, windows, accurate: ")
     assert f"of {NUM_CALLS} attention calls sparse" in line
     assert page.player(saver) == shown["images"][0]["filename"]
-    assert str(NUM_CALLS) in page.badge(node)
+    assert page.badge(node).startswith("sparse ")
     # what the page adds after a run has no place among the saved values
     assert page.widgets(saver) == before
     assert page.widgets(node) == {**DEFAULTS, "mode": "sparse", "budget": 20}
@@ -210,7 +175,7 @@ def test_veda_names_the_canvases_it_knows_and_runs_on_one(page):
     node, h3 = id_of(graph, "NoxAttention"), id_of(graph, "MiniMaxH3ImageToVideo")
     loader = add_predictor(page, graph, "tiny.safetensors")
     page.set(node, "mode", "veda")
-    page.set(id_of(graph, "RandomNoise"), "noise_seed", next(SEEDS))
+    make_new(page, graph)
     result = page.run()
     assert result["status"] == "error"
     assert result["error"].startswith("Veda has no plan for 256x192, 22 frames.")
@@ -222,7 +187,7 @@ def test_veda_names_the_canvases_it_knows_and_runs_on_one(page):
     assert line.startswith("Nox veda ")
     assert "tiny.safetensors" in line
     assert f"of {NUM_CALLS} attention calls veda" in line
-    assert f"of {NUM_CALLS} calls veda" in page.badge(node)
+    assert page.badge(node).startswith("veda ")
     assert page.widgets(node) == {**DEFAULTS, "mode": "veda"}
     assert page.widgets(loader) == {"predictor_name": "tiny.safetensors"}
 
@@ -231,7 +196,7 @@ def test_dropping_the_saved_file_brings_the_graph_back(page):
     graph = read(TEXT)
     page.load(graph)
     make_small(page, graph)
-    page.set(id_of(graph, "RandomNoise"), "noise_seed", next(SEEDS))
+    make_new(page, graph)
     ran = page.graph()
     result = page.run()
     assert result["status"] == "success", result["error"]
@@ -254,7 +219,7 @@ def test_run_reports_from_inside_a_subgraph(page):
     outer = page.enclose(id_of(graph, "NoxAttention"), ["mode", "budget"])
     page.set(outer, "mode", "sparse")
     page.set(outer, "budget", 40)
-    page.set(id_of(graph, "RandomNoise"), "noise_seed", next(SEEDS))
+    make_new(page, graph)
     result = page.run()
     assert result["status"] == "success", result["error"]
     (line,) = result["outputs"][str(id_of(graph, "NoxSaveVideo"))]["text"]

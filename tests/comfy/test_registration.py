@@ -14,6 +14,7 @@ NODES = [
     "NoxAttention",
     "NoxDenseControl",
     "NoxSaveVideo",
+    "NoxReport",
 ]
 
 # name -> default, in the order of saved workflows, optional ones last; None for a socket
@@ -55,6 +56,7 @@ INPUTS = {
         "video": None,
         "audio": None,
     },
+    "NoxReport": {"after": None},
 }
 OUTPUTS = {
     "NoxLoadH3": (["MODEL", "INT"], ["MODEL", "steps"]),
@@ -62,6 +64,7 @@ OUTPUTS = {
     "NoxAttention": (["MODEL"], ["MODEL"]),
     "NoxDenseControl": (["MODEL"], ["MODEL"]),
     "NoxSaveVideo": (["VIDEO", "IMAGE", "STRING"], ["video", "last_frame", "path"]),
+    "NoxReport": (["COMFY_MATCHTYPE_V3", "STRING", "IMAGE"], ["after", "text", "picture"]),
 }
 DISPLAY_NAMES = {
     "NoxLoadH3": "Nox Load MiniMax-H3",
@@ -69,6 +72,7 @@ DISPLAY_NAMES = {
     "NoxAttention": "Nox H3 Attention",
     "NoxDenseControl": "Nox Dense Steps and Blocks",
     "NoxSaveVideo": "Nox Save Video",
+    "NoxReport": "Nox Report",
 }
 OPTIONS = {
     ("NoxLoadH3", "weight_dtype"): ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
@@ -135,8 +139,9 @@ def test_outputs_keep_their_types_names_and_order(info, name):
     assert (info[name]["output"], info[name]["output_name"]) == OUTPUTS[name]
 
 
-def test_only_the_saver_is_an_output_node(info):
-    assert [name for name in NODES if info[name]["output_node"]] == ["NoxSaveVideo"]
+def test_what_saves_or_shows_is_an_output_node(info):
+    shown = [name for name in NODES if info[name]["output_node"]]
+    assert shown == ["NoxSaveVideo", "NoxReport"]
 
 
 @pytest.mark.parametrize(("name", "field"), OPTIONS)

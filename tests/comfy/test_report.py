@@ -21,7 +21,7 @@ def test_log_text_line_and_tag_agree(host, mode):
     result = host.run(video_graph(attention(mode, budget=20), canvas=graphs.MEDIUM))
     assert result.status == "success", result.error
     (text,) = result.shown("text")
-    assert text.split("\n")[0] == result.report
+    assert [text.split("\n")[0]] == result.timed_reports
     (tag,) = tags_of(result.video_file)["nox"]
     calls = dict.fromkeys(("sparse", "sage", "native", "declined"), 0)
     for call in tag["calls"]:
@@ -61,11 +61,12 @@ def test_a_node_that_was_switched_to_dense_reports_nothing_old(host):
 def test_another_graph_with_the_same_node_ids_changes_no_report(host):
     # ComfyUI keeps nodes of earlier graphs: the third run does not execute Nox H3 Attention again
     first, lines = saved(host, video_graph(SPARSE))
-    assert lines == [first.report]
+    assert lines == first.timed_reports
     second, lines = saved(host, video_graph(attention()))
-    assert lines == [second.report]
+    assert lines == second.timed_reports
     third, lines = saved(host, video_graph(SPARSE))
-    assert lines == [third.report] == [first.report]
+    assert lines == third.timed_reports
+    assert third.report == first.report
 
 
 def test_a_graph_that_comes_back_from_the_cache_shows_its_own_report(host):
@@ -76,13 +77,13 @@ def test_a_graph_that_comes_back_from_the_cache_shows_its_own_report(host):
     saver["inputs"]["crf"] = 31
     again, lines_again = saved(host, first_graph)
     assert again.reports == []  # everything but the saver came from the cache
-    assert lines_again == lines == [first.report]
+    assert lines_again == lines == first.timed_reports
 
 
 def test_a_node_that_another_replaced_reports_nothing_old(host):
     assert saved(host, video_graph(attention()))[1]
     result, lines = saved(host, video_graph(attention(), SPARSE))
-    assert lines == [result.report]
+    assert lines == result.timed_reports
     assert result.report.startswith("Nox sparse")
 
 
@@ -122,7 +123,7 @@ def test_a_run_without_a_step_reports_nothing(host):
 
 
 NO_RUN = (
-    "Nox H3 Attention is upstream of this video, but no sampling run with it is known: either the "
+    "Nox H3 Attention is upstream of this node, but no sampling run with it is known: either the "
     "sampler took no step, or its MODEL is not wired to the guider or sampler."
 )
 
@@ -130,7 +131,7 @@ NO_RUN = (
 def test_a_sampler_that_was_rewired_past_nox_is_not_said_to_have_used_it(host):
     graph = video_graph(SPARSE)
     first, lines = saved(host, graph)
-    assert lines == [first.report]
+    assert lines == first.timed_reports
     (guider,) = [node for node in graph.values() if node["class_type"] == "BasicGuider"]
     (loader,) = [key for key, node in graph.items() if node["class_type"] == "UNETLoader"]
     guider["inputs"]["model"] = [loader, 0]  # the scheduler still stands behind Nox
@@ -160,5 +161,5 @@ def test_a_cached_nox_node_is_announced_in_every_prompt(host):
 
 def test_the_report_outlives_a_model_that_comfyui_let_go(forgetful_host):
     result, lines = saved(forgetful_host, video_graph(SPARSE))
-    assert lines == [result.report]
+    assert lines == result.timed_reports
     assert tags_of(result.video_file)["nox"][0]["mode"] == "sparse"

@@ -97,4 +97,4 @@ def test_a_host_that_keeps_nothing_still_renders_and_reports(forgetful_host):
     result = forgetful_host.run(video_graph(veda(), canvas=MEDIUM, steps=2))
     assert result.status == "success", result.error
     assert "plan medium" in result.report
-    assert result.shown("text") == [result.report]
+    assert result.shown("text") == result.timed_reports

@@ -24,7 +24,8 @@ def texts_of(host, graph, status="success") -> dict[str, list[str]]:
     assert result.status == status, result.error
     by_class: dict[str, list[str]] = {}
     for node, text in texts:
-        by_class.setdefault(graph[node]["class_type"], []).append(text)
+        if not text.startswith("Step "):  # where a run stands, if it takes long enough
+            by_class.setdefault(graph[node]["class_type"], []).append(text)
         lines = text.split("\n")
         assert 1 <= len(lines) <= 2, text
         assert all(0 < len(line) <= 30 for line in lines), text
@@ -63,7 +64,7 @@ def test_nox_attention_says_that_the_plan_fits_before_and_what_ran_after(host, f
     assert budget in fits
     (share,) = re.findall(r"\d+\.\d %", ran)
     assert share in fits
-    assert ran.startswith("3 of 8 calls veda.")
+    assert ran.replace(" %", "%").startswith(f"veda {share}, 1/2 steps dense.\n".replace(" %", "%"))
 
 
 def test_what_released_predictors_call_their_plans_and_budgets_fits_on_the_nodes(host):
@@ -89,7 +90,7 @@ def test_nox_attention_says_that_a_canvas_is_unknown(host):
 
 @pytest.mark.parametrize(
     ("choice", "badge"),
-    [("sparse", "3 of 8 calls sparse."), ("dense", "8 of 8 calls native.")],
+    [("sparse", "sparse "), ("dense", "native: 8 of 8 calls.")],
 )
 def test_nox_attention_says_what_runs_in_place_of_veda(host, choice, badge):
     node = veda("only_large.safetensors", on_unknown_geometry=choice, budget=1)
@@ -103,7 +104,7 @@ def test_the_log_says_what_was_read_and_which_plan_fits(host):
     result = host.run(latent_graph(veda(), canvas=MEDIUM, steps=2))
     (read,) = [line for line in result.log if line.startswith("Nox: Veda predictor ")]
     (fits,) = [line for line in result.log if "fits this clip" in line]
-    assert result.log.index(read) < result.log.index(fits) < result.log.index(result.report)
+    assert result.log.index(read) < result.log.index(fits) < result.log.index(*result.timed_reports)
     assert read.startswith("Nox: Veda predictor tiny.safetensors keeps 50 % and knows 4 ")
     assert read.endswith(" (source random weights, step 0).")
     assert fits.startswith("Nox: Veda plan medium fits this clip; a budget of 50 %, all told ")
@@ -116,7 +117,7 @@ def test_log_text_line_and_tag_agree(host, budget):
     graph = video_graph(veda(veda_budget=budget), canvas=MEDIUM, steps=3)
     result = host.run(graph)
     assert result.status == "success", result.error
-    assert result.shown("text") == [result.report]
+    assert result.shown("text") == result.timed_reports
     (tag,) = tags_of(result.video_file)["nox"]
     assert (tag["mode"], tag["precision"], tag["num_forwards"]) == ("veda", "accurate", 3)
     facts = {
@@ -158,4 +159,4 @@ def test_a_graph_that_comes_back_from_the_cache_shows_the_report_of_its_predicto
     saver["inputs"]["crf"] = 31
     again = host.run(graph)
     assert again.reports == []  # everything but the saver came from the cache
-    assert again.shown("text") == [first.report]
+    assert again.shown("text") == first.timed_reports

@@ -164,7 +164,7 @@ def test_smaller_budgets_are_further_from_dense(transformer, scheduler):
     for ratio in (0.2, 0.6, 1.0):
         out, nox_run = run(transformer, arguments, scheduler, AttentionRequest("sparse", ratio))
         errors.append(relative_error(out, dense))
-        shares.append(nox_run.kept_share_of_all_calls)
+        shares.append(nox_run.log.kept_share_of_all_calls)
     assert errors == sorted(errors, reverse=True)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -460,7 +460,7 @@ def test_veda_routes_by_the_predictor(transformer, scheduler):
         ) as nox_run:
             outs[mode] = forward(transformer, arguments)
     assert nox_run.calls == {("veda", "veda"): transformer.config.num_layers}
-    assert 0.2 < nox_run.kept_share < 1.0
+    assert 0.2 < nox_run.log.kept_share < 1.0
     assert not torch.equal(outs["veda"], outs["sage"])
     assert relative_error(outs["veda"], outs["sage"]) < 0.5
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from nox_kernels.errors import NoxError, RequestError
-from nox_kernels.request import DenseRequest, parse_blocks
+from nox_kernels.layout_table import preset_table
+from nox_kernels.plan import make_plan
+from nox_kernels.request import AttentionRequest, DenseRequest, parse_blocks
 from nox_kernels.schedule import Schedule
+from nox_kernels.sequence import t2va_sequence
 
 
 def shifted(t):
@@ -220,3 +223,44 @@ def test_a_single_step_run_resolves():
     assert dense_steps(simple_sigmas(1)) == [0]
     assert dense_steps(simple_sigmas(1), first_steps=0) == []
     assert dense_steps(simple_sigmas(1), first_steps=0, last_steps=1) == [0]
+
+
+# ---- few-step schedules ----
+
+
+def few_step_warnings(sigmas, keep_ratio=0.15, **dense):
+    plan = make_plan(
+        AttentionRequest("sparse", keep_ratio),
+        DenseRequest(**dense),
+        t2va_sequence(256, 256, 22, 16),
+        preset_table("uniform", 2, 4),
+        resolve(sigmas, **dense),
+        num_layers=2,
+        num_heads=4,
+        device="cpu",
+    )
+    return [text for text in plan.warnings if "-step run" in text]
+
+
+@pytest.mark.parametrize(("num_steps", "auto"), [(4, 1), (8, 2)])
+def test_a_short_run_without_a_dense_step_says_what_to_type(num_steps, auto):
+    (sentence,) = few_step_warnings(simple_sigmas(num_steps), first_steps=0)
+    assert f"No step of this {num_steps}-step run is dense." in sentence
+    assert f"set first_steps of Nox Dense Steps and Blocks to {auto} (-1 = auto)" in sentence
+    assert "type a higher kept %" in sentence
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "values"),
+    [
+        (simple_sigmas(8), {}),  # auto
+        (simple_sigmas(8), {"first_steps": 1}),
+        (simple_sigmas(8), {"first_steps": 0, "last_steps": 1}),
+        (simple_sigmas(8), {"first_steps": 0, "start_percent": 0.2}),
+        (simple_sigmas(20), {"first_steps": 0}),  # long enough
+        (simple_sigmas(4, denoise=0.3), {"first_steps": 0}),  # its beginning was another run's
+        (simple_sigmas(8), {"first_steps": 0, "keep_ratio": 1.0}),  # skips nothing
+    ],
+)
+def test_a_run_with_steps_to_spare_is_not_warned(sigmas, values):
+    assert few_step_warnings(sigmas, **values) == []

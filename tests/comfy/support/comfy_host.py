@@ -20,6 +20,9 @@ RUN_LIMIT_S = 120
 _LINE_START = re.compile(r"[\r\n]+|\[(?:INFO|WARNING|ERROR)\] ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOAD = "Requested to load "
+_TIMES = re.compile(
+    r"; [\d.]+ ms per \w+ call(, [\d.]+ ms per \w+ call)*(; (saved|lost) about [\d.]+ s)?$"
+)
 
 
 class HostError(AssertionError):
@@ -70,13 +73,18 @@ class Result:
             return [file[name] for name in file.files]
 
     @property
-    def reports(self) -> list[str]:
+    def timed_reports(self) -> list[str]:
         """The lines that Nox logs after a run of the sampler."""
         return [
             line
             for line in self.log
             if re.match("Nox (sage|sparse|veda) ?", line) and "attention calls" in line
         ]
+
+    @property
+    def reports(self) -> list[str]:
+        """The same without times, which differ from run to run."""
+        return [without_times(line) for line in self.timed_reports]
 
     @property
     def report(self) -> str:
@@ -91,8 +99,14 @@ class Result:
     @property
     def video_file(self) -> Path:
         """The file that Nox Save Video wrote."""
-        saved = self.shown("images")[0]
+        shown = [file for output in self.outputs.values() for file in output.get("images", ())]
+        (saved,) = [file for file in shown if not file["filename"].endswith(".png")]
         return self.folder / saved["subfolder"] / saved["filename"]
+
+
+def without_times(line: str) -> str:
+    """A report's line up to what computed."""
+    return _TIMES.sub("", line)
 
 
 class Host:

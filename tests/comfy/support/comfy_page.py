@@ -18,6 +18,7 @@ class PageListener:
     def __init__(self, port: int):
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         self._stream = self._socket.makefile("rb")
+        self.events: dict[str, list] = {}  # type -> data, of the last prompt
         self._socket.sendall(_HANDSHAKE.encode())
         answer = self._stream.readline()
         assert b" 101 " in answer, answer
@@ -40,10 +41,12 @@ class PageListener:
     def texts_of_one_prompt(self) -> list[tuple[str, str]]:
         """(node, text) of each progress text until the one prompt that was queued is done."""
         texts, was_queued = [], False
+        self.events = {}
         while True:
             kind, data = self._message()
             if kind == _TEXT:
                 event = json.loads(data)
+                self.events.setdefault(event["type"], []).append(event["data"])
                 if event["type"] != "status":
                     continue
                 remaining = event["data"]["status"]["exec_info"]["queue_remaining"]
