@@ -1,17 +1,22 @@
 """Nox Load MiniMax-H3: the diffusion model, its few-step LoRA, and how many steps that takes."""
 
+import logging
 import os
 from functools import partial
 
+import comfy.quant_ops
 import comfy.sd
 import comfy.utils
+import comfyui_version
 import folder_paths
 import torch
 from comfy_api.latest import io
 
 from ..nox_kernels import checkpoint
 from ..nox_kernels.errors import FileError
-from . import patch
+from . import patch, status
+
+log = logging.getLogger("nox")
 
 NO_LORA = "none"
 WEIGHT_DTYPES = {
@@ -72,7 +77,7 @@ class NoxLoadH3(io.ComfyNode):
                     tooltip="4 or 8 as the LoRA's name says, else 20; wire it to the scheduler.",
                 ),
             ],
-            hidden=[io.Hidden.prompt],
+            hidden=[io.Hidden.prompt, io.Hidden.unique_id],
         )
 
     @classmethod
@@ -80,6 +85,8 @@ class NoxLoadH3(io.ComfyNode):
         """Check the files' headers first, then load as ComfyUI's own nodes do."""
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
         checkpoint.check(path, checkpoint.H3)
+        if checkpoint.is_safetensors(path):
+            _refuse_unknown_formats(unet_name, path)
         check_task = partial(_refuse_wrong_task, unet_name)
         check_task(_uses_references(cls.hidden.prompt or {}))
         use_lora = lora_name != NO_LORA and lora_strength != 0
@@ -87,6 +94,8 @@ class NoxLoadH3(io.ComfyNode):
             lora_path = folder_paths.get_full_path_or_raise("loras", lora_name)
             checkpoint.check(lora_path, checkpoint.LORA)
         model = comfy.sd.load_diffusion_model(path, model_options=dict(WEIGHT_DTYPES[weight_dtype]))
+        if checkpoint.is_safetensors(path):
+            _compare(cls.hidden.unique_id, unet_name, path, model.model.diffusion_model)
         if use_lora:
             lora, metadata = comfy.utils.load_torch_file(
                 lora_path, safe_load=True, return_metadata=True
@@ -94,11 +103,56 @@ class NoxLoadH3(io.ComfyNode):
             model, _ = comfy.sd.load_lora_for_models(
                 model, None, lora, lora_strength, 0, lora_metadata=metadata
             )
+            if not model.patches:
+                raise FileError(
+                    f"{lora_name} changes nothing in {unet_name}: none of its tensors belongs to "
+                    f"MiniMax-H3. Choose a LoRA made for MiniMax-H3, or none."
+                )
         # again at the start of a run: this node may be cached while the graph around it changes
         model = patch.check_at_start(model, check_task)
         return io.NodeOutput(
             model, checkpoint.steps_of(lora_name) if use_lora else checkpoint.DEFAULT_STEPS
         )
+
+
+def _refuse_unknown_formats(unet_name: str, path: str) -> None:
+    """ComfyUI itself would stop with a KeyError, after reading the whole file."""
+    known = comfy.quant_ops.QUANT_ALGOS
+    unknown = sorted(checkpoint.quant_formats(path) - known.keys())
+    if unknown:
+        raise FileError(
+            f"{unet_name} is stored as {', '.join(unknown)}, which ComfyUI "
+            f"{comfyui_version.__version__} cannot read; it reads {', '.join(known)}. Update "
+            f"ComfyUI, or choose a file of one of these."
+        )
+
+
+def _compare(node_id: str, unet_name: str, path: str, model: torch.nn.Module) -> None:
+    """Say where a file and the model that ComfyUI made of it differ; it loads such a file silently.
+
+    Raises:
+        FileError: The file lacks weights, which would be whatever memory held.
+    """
+    tensors = checkpoint.h3_tensors(path)
+    missing = [name for name, _ in model.named_parameters() if name not in tensors]
+    if missing:
+        raise FileError(
+            f"{unet_name} is incomplete: it lacks {len(missing)} of MiniMax-H3's tensors, such as "
+            f"{missing[0]}. Download it again, or choose another file."
+        )
+    known = {name for name, _ in model.named_modules()} | model.state_dict().keys()
+    owners = {name.rpartition(".")[0] or name for name in tensors}
+    if unknown := sorted({owner.rpartition(".")[2] for owner in owners - known}):
+        more = ", ..." if len(unknown) > 3 else ""
+        log.warning(
+            "Nox: %s has parts that ComfyUI %s does not know (%s%s): it was made for a newer "
+            "ComfyUI. They are left out, so the clip may differ. Update ComfyUI.",
+            unet_name,
+            comfyui_version.__version__,
+            ", ".join(unknown[:3]),
+            more,
+        )
+        status.show(node_id, "Made for a newer ComfyUI:\nsee the log.")
 
 
 def _uses_references(prompt: dict) -> bool | None:

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -123,8 +125,9 @@ def _environment() -> dict[str, str]:
 
 def _make_models(models: Path, python: Path, environment: dict[str, str]) -> None:
     script = HERE / "host" / "make_tiny_h3.py"
-    quantised = ["--only", "dit", "--quant", "int8_convrot"]  # the storage of the released files
-    for options in ([], quantised):
+    dit = ("--only", "dit")
+    quantised = [(*dit, "--quant", quant) for quant in graphs.QUANTS]
+    for options in ((), *quantised, (*dit, "--time", "embedder")):
         command = [python, script, models, *options]
         subprocess.run(command, env=environment, check=True, capture_output=True)
     unets, loras = models / "diffusion_models", models / "loras"
@@ -136,6 +139,17 @@ def _make_models(models: Path, python: Path, environment: dict[str, str]) -> Non
     for name, (down, up) in graphs.LORA_KEYS.items():
         endings = {".lora_A.weight": down, ".lora_B.weight": up}
         _copy_renamed(loras / graphs.LORA, loras / f"{name}.safetensors", endings)
+    # what a later ComfyUI reads, or none
+    tensors = load_file(unets / graphs.UNET)
+    gate = {"blocks.1.attn.to_gate_compress.weight": torch.zeros(4, 256)}
+    save_file(tensors | gate, unets / "newer.safetensors")
+    stored = (unets / "tiny_h3_dit_int8_convrot.safetensors").read_bytes()
+    newer = stored.replace(b"int8_tensorwise", b"int3_tensorwise")
+    (unets / "newer_format.safetensors").write_bytes(newer)
+    tensors.pop("blocks.3.attn.out_proj.weight")
+    save_file(tensors, unets / "incomplete.safetensors")
+    other = {f"other_{name}": part for name, part in load_file(loras / graphs.LORA).items()}
+    save_file(other, loras / "of_another_model.safetensors")
     # what a user puts into the wrong folder, or half of
     whole = (unets / graphs.UNET).read_bytes()
     (unets / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])

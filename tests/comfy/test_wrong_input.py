@@ -67,6 +67,35 @@ def test_a_truncated_model_is_told_by_its_size(host, file):
     assert text.endswith(" or more. Download it again.")
 
 
+def test_a_model_that_lacks_weights_is_refused(host):
+    assert error_of(host, load_graph("incomplete.safetensors")) == (
+        "incomplete.safetensors is incomplete: it lacks 1 of MiniMax-H3's tensors, such as "
+        "blocks.3.attn.out_proj.weight. Download it again, or choose another file."
+    )
+
+
+def test_a_storage_that_this_comfyui_cannot_read_is_named(host):
+    text = error_of(host, load_graph("newer_format.safetensors"))
+    assert text.startswith("newer_format.safetensors is stored as int3_tensorwise, which ComfyUI ")
+    assert " cannot read; it reads float8_e4m3fn, " in text
+    assert text.endswith(". Update ComfyUI, or choose a file of one of these.")
+
+
+def test_parts_that_this_comfyui_does_not_know_are_named(host):
+    result = host.run(load_graph("newer.safetensors"))
+    assert result.status == "success"
+    (line,) = [line for line in result.log if "newer.safetensors" in line]
+    assert line.startswith("Nox: newer.safetensors has parts that ComfyUI ")
+    assert " does not know (to_gate_compress): it was made for a newer ComfyUI. " in line
+
+
+def test_a_lora_of_another_model_is_refused(host):
+    assert error_of(host, load_graph(lora="of_another_model.safetensors")) == (
+        f"of_another_model.safetensors changes nothing in {graphs.UNET}: none of its tensors "
+        f"belongs to MiniMax-H3. Choose a LoRA made for MiniMax-H3, or none."
+    )
+
+
 def test_a_file_that_is_no_lora_is_named(host):
     assert error_of(host, load_graph(lora="not_a_lora.safetensors")) == (
         "not_a_lora.safetensors is a MiniMax-H3 model, but a LoRA is needed here. "
@@ -120,14 +149,25 @@ def test_the_loader_reads_the_steps_from_the_loras_name(host, lora, strength, st
     assert result.shown("text") == [steps]
 
 
-def test_the_loader_gives_what_cores_loaders_give(host):
-    core = latent_graph(("LoraLoaderModelOnly", {"lora_name": graphs.LORA, "strength_model": 0.5}))
+@pytest.mark.parametrize("stored", ["", *(f"_{quant}" for quant in graphs.QUANTS), "_embedder"])
+def test_the_loader_gives_what_cores_loaders_give(host, stored):
+    unet = f"tiny_h3_dit{stored}.safetensors"
+    core = latent_graph(
+        ("LoraLoaderModelOnly", {"lora_name": graphs.LORA, "strength_model": 0.5}),
+        attention("sparse"),
+        unet=unet,
+    )
     nox = Graph(core)
     (lora,) = [node for node, value in nox.items() if value["class_type"] == "LoraLoaderModelOnly"]
     values = {"weight_dtype": "default", "lora_name": graphs.LORA, "lora_strength": 0.5}
-    nox[lora] = {"class_type": "NoxLoadH3", "inputs": {"unet_name": graphs.UNET, **values}}
-    first = host.run(core).digest
-    assert host.run(nox).digest == first != host.run(latent_graph()).digest
+    nox[lora] = {"class_type": "NoxLoadH3", "inputs": {"unet_name": unet, **values}}
+    first, second = host.run(core), host.run(nox)
+    assert second.status == "success", second.error
+    assert not [line for line in second.log if "does not know" in line]
+    assert second.digest == first.digest
+    assert second.report == first.report
+    without_lora = host.run(latent_graph(attention("sparse"), unet=unet))
+    assert first.digest != without_lora.digest
 
 
 @pytest.mark.parametrize("name", graphs.LORA_KEYS)

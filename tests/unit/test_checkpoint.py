@@ -4,6 +4,8 @@ import json
 import struct
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nox_kernels import checkpoint
 from nox_kernels.tensor_file import read_header
@@ -45,6 +47,55 @@ def test_the_kind_is_read_from_the_header(tmp_path, names, kind):
         else:
             with pytest.raises(ValueError, match=f"file.safetensors is {kind}, but {wanted} is"):
                 checkpoint.check(path, wanted)
+
+
+def described(text: bytes) -> torch.Tensor:
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "formats"),
+    [
+        ({}, {}, set()),
+        ({"a.comfy_quant": b'{"format": "nvfp4"}'}, {}, {"nvfp4"}),
+        (
+            {
+                "m.a.comfy_quant": b'{"format": "int8_tensorwise", "convrot": true}',
+                "m.b.comfy_quant": b'{"format": "float8_e4m3fn"}',
+            },
+            {},
+            {"int8_tensorwise", "float8_e4m3fn"},
+        ),
+        (
+            {},
+            {"_quantization_metadata": '{"layers": {"a": {"format": "float8_e5m2"}}}'},
+            {"float8_e5m2"},
+        ),
+    ],
+)
+def test_the_storage_of_layers_is_read_from_their_descriptions(
+    tmp_path, tensors, metadata, formats
+):
+    path = tmp_path / "file.safetensors"
+    file = {name: described(text) for name, text in tensors.items()}
+    save_file(file | {"a.weight": torch.zeros(2, 2)}, path, metadata)
+    assert checkpoint.quant_formats(path) == formats
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"{}", b"\xff", b'{"format": {}}'])
+def test_a_description_that_is_none_is_one_sentence(tmp_path, text):
+    path = tmp_path / "file.safetensors"
+    save_file({"a.comfy_quant": described(text)}, path)
+    with pytest.raises(
+        ValueError, match=r"^file.safetensors does not say how its layers .*again.$"
+    ):
+        checkpoint.quant_formats(path)
+
+
+def test_the_tensors_of_a_model_are_named_without_its_prefix(tmp_path):
+    names = [f"model.diffusion_model.{name}" for name in H3]
+    path = write(tmp_path / "file.safetensors", [*names, "vae.decoder.weight"])
+    assert checkpoint.h3_tensors(path) == set(H3)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 12])

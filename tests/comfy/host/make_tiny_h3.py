@@ -1,6 +1,6 @@
 """Make tiny synthetic MiniMax-H3 files that ComfyUI's own loaders accept.
 
-Needs torch and safetensors only (comfy-kitchen for --quant int8_convrot); no ComfyUI. Every tensor
+Needs torch and safetensors only (comfy-kitchen for --quant int8_convrot and nvfp4); no ComfyUI. Every tensor
 is a pseudo-random function of the seed and its own name, so that files can be made again and two
 variants of one file (bf16 and int8) hold the same model.
 
@@ -32,6 +32,7 @@ FILES = {
     "text_encoder": ("text_encoders", "tiny_h3_qwen3vl", "qwen3vl_32b_minimax_h3_nvfp4_awq"),
     "lora": ("loras", "tiny_h3_lora", "minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16"),
 }
+QUANTS = ("fp8", "int8", "int8_convrot", "nvfp4")
 FP16_PARTS = ("video_vae", "taeh3")
 
 
@@ -55,10 +56,18 @@ def quantize(sd, layers, kind):
             )
             scale = params.scale
             conf.update(convrot=True, convrot_groupsize=256)
+        elif kind == "nvfp4":
+            from comfy_kitchen.tensor import TensorCoreNVFP4Layout
+
+            q, params = TensorCoreNVFP4Layout.quantize(w.bfloat16(), w.abs().max() / (448 * 6))
+            sd[layer + ".weight_scale_2"] = params.scale.float()
+            scale = params.block_scale
+            conf = {"format": "nvfp4"}
         else:
             raise SystemExit(f"unknown --quant {kind}")
         sd[layer + ".weight"] = q.contiguous()
-        sd[layer + ".weight_scale"] = scale.float().contiguous()
+        scale = scale if kind == "nvfp4" else scale.float()
+        sd[layer + ".weight_scale"] = scale.contiguous()
         sd[layer + ".comfy_quant"] = torch.tensor(
             list(json.dumps(conf).encode()), dtype=torch.uint8
         )
@@ -88,9 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="ComfyUI models folder to write into")
     parser.add_argument("--only", default=",".join(FILES), help="of " + ", ".join(FILES))
     parser.add_argument("--names", choices=["plain", "template"], default="plain")
-    parser.add_argument(
-        "--quant", choices=["none", "fp8", "int8", "int8_convrot"], default="none", help="of dit"
-    )
+    parser.add_argument("--quant", choices=["none", *QUANTS], default="none", help="of dit")
     parser.add_argument("--time", choices=["curve", "embedder"], default="curve", help="of dit")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

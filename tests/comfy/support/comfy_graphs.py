@@ -5,6 +5,7 @@ import itertools
 from nox_kernels.sequence import token_grid
 
 UNET = "tiny_h3_dit.safetensors"
+QUANTS = ("fp8", "int8_convrot", "nvfp4")  # in which the released files are stored, beside bf16
 CLIP = "tiny_h3_qwen3vl.safetensors"
 VIDEO_VAE = "tiny_h3_video_vae.safetensors"
 AUDIO_VAE = "tiny_h3_audio_vae.safetensors"
