@@ -4,6 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from . import model_folders
 from .attention import NoxAttention
+from .chunk_mlp import NoxChunkMLP
 from .dense_control import NoxDenseControl
 from .load_h3 import NoxLoadH3
 from .load_veda_predictor import NoxLoadVedaPredictor
@@ -27,4 +28,5 @@ class NoxExtension(ComfyExtension):
             NoxDenseControl,
             NoxSaveVideo,
             NoxReport,
+            NoxChunkMLP,
         ]

@@ -13,7 +13,7 @@ import torch
 from comfy.ldm.modules import attention as host_attention
 from comfy.patcher_extension import WrappersMP
 
-from ..nox_kernels.attention import attend_layer
+from ..nox_kernels.attention import attend_packed, pack_layer
 from ..nox_kernels.errors import RequestError
 from ..nox_kernels.layer_plan import LayerPlan
 from ..nox_kernels.plan import Plan
@@ -286,12 +286,13 @@ class AttentionOverride:
         """Plain form of ComfyUI's attention override."""
         if self._declines(q, k, heads, *args, **kwargs):
             return (self.previous or _drop_function)(func, q, k, v, heads, *args, **kwargs)
-        return self._attend(q, k, v, heads, **kwargs)
+        held = map(host_attention.AttentionTensorContainer, (q, k, v))
+        return self._attend(*held, heads, **kwargs)
 
     def container_function(self, q, k, v, heads, *args, **kwargs):
         """Form with single-owner tensors, for callers that let go of them."""
         if not self._declines(q.peek(), k.peek(), heads, *args, **kwargs):
-            return self._attend(q.take(), k.take(), v.take(), heads, **kwargs)
+            return self._attend(q, k, v, heads, **kwargs)
         host = host_attention.optimized_attention
         if self.previous is None:
             return host(q, k, v, heads, *args, **kwargs)
@@ -328,12 +329,15 @@ class AttentionOverride:
 
     @torch.compiler.disable
     def _attend(self, q, k, v, heads, *, skip_output_reshape=False, **_):
+        """Of tensors in containers: nothing here holds them once they are packed."""
         layer = self.layer.slice_heads(self.next_head, heads)
         self.next_head += heads
+        dtype, device = q.peek().dtype, q.peek().device
         if self.previous is None:  # another node's attention need not bear a further call
-            self.run.measure_dense(q, k, v)
-        with self.run.stopwatch.time(self.kind, q.device, scale=self.plan.num_heads / heads):
-            out = attend_layer(layer, q[0], k[0], v[0])  # [S, H * D]
+            self.run.measure_dense(q.peek(), k.peek(), v.peek())
+        with self.run.stopwatch.time(self.kind, device, scale=self.plan.num_heads / heads):
+            images = pack_layer(layer, q.take()[0], k.take()[0], v.take()[0])
+            out = attend_packed(layer, images, dtype)  # [S, H * D]
         if skip_output_reshape:
             return out.unflatten(1, (heads, -1)).transpose(0, 1)[None]
         return out[None]

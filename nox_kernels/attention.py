@@ -1,15 +1,16 @@
 """Attention: one layer on one screen."""
 
+import torch
 from torch import Tensor
 
 from . import ops, route
 from .layer_plan import HeadGroup, LayerPlan
-from .reference import pool_qk
+from .reference import TileImages, pool_qk
 from .route import Selection
 
 
 def attend_layer(layer: LayerPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of one layer as its plan says.
+    """Attention of one layer as its plan says: pack -> route -> attend.
 
     Args:
         layer: Plan of the layer, on the tensors' device.
@@ -20,24 +21,58 @@ def attend_layer(layer: LayerPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         [S, H * 128] in packed order and q's dtype.
     """
+    return attend_packed(layer, pack_layer(layer, q, k, v), q.dtype)
+
+
+def pack_layer(layer: LayerPlan, q: Tensor, k: Tensor, v: Tensor) -> list[TileImages]:
+    """Tile images of each head group. A caller that lets go of q, k and v then has their memory.
+
+    Args:
+        layer: As in `attend_layer`.
+        q: The same.
+        k: The same.
+        v: The same.
+    """
     if len(layer.groups) == 1:
-        return _attend_group(layer.groups[0], layer.precision, q, k, v).flatten(1)
-    out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
-    for group in layer.groups:
-        mine = (x.index_select(0, group.head_idx) for x in (q, k, v))
-        out.index_copy_(1, group.head_idx, _attend_group(group, layer.precision, *mine))
+        return [_pack_group(layer.groups[0], layer.precision, q, k, v)]
+    return [
+        _pack_group(group, layer.precision, *(x.index_select(0, group.head_idx) for x in (q, k, v)))
+        for group in layer.groups
+    ]
+
+
+def attend_packed(layer: LayerPlan, images: list[TileImages], dtype: torch.dtype) -> Tensor:
+    """The rest of `attend_layer`.
+
+    Args:
+        layer: As in `attend_layer`.
+        images: Of `pack_layer`.
+        dtype: Of q, k and v.
+    """
+    if len(layer.groups) == 1:
+        return _attend_group(layer.groups[0], images[0], dtype).flatten(1)
+    head_dim = images[0].k_mean.shape[1]
+    num_rows = layer.groups[0].layout.num_rows
+    out = images[0].q.new_empty(num_rows, layer.num_heads, head_dim, dtype=dtype)
+    for group, of_group in zip(layer.groups, images, strict=True):
+        out.index_copy_(1, group.head_idx, _attend_group(group, of_group, dtype))
     return out.flatten(1)
 
 
-def _attend_group(group: HeadGroup, precision: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[H, S, D] -> [S, H, D]: pack -> route -> attend."""
+def _pack_group(group: HeadGroup, precision: str, q: Tensor, k: Tensor, v: Tensor) -> TileImages:
+    """[H, S, D] of a group's heads."""
     layout = group.layout
-    images = ops.pack_tiles(
+    return ops.pack_tiles(
         q, k, v, layout.slot_row, layout.valid_count, precision=precision, pooling=group.pooling
     )
+
+
+def _attend_group(group: HeadGroup, images: TileImages, dtype: torch.dtype) -> Tensor:
+    """-> [S, H, D]: route -> attend."""
+    layout = group.layout
     selection = select_tiles(group, images.q_pool, images.k_pool)
     out, _ = ops.tile_attention(
-        images, selection.bits, layout.slot_row, layout.num_rows, dtype=q.dtype
+        images, selection.bits, layout.slot_row, layout.num_rows, dtype=dtype
     )
     return out
 

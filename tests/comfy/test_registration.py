@@ -15,6 +15,7 @@ NODES = [
     "NoxDenseControl",
     "NoxSaveVideo",
     "NoxReport",
+    "NoxChunkMLP",
 ]
 
 # name -> default, in the order of saved workflows, optional ones last; None for a socket
@@ -57,6 +58,7 @@ INPUTS = {
         "audio": None,
     },
     "NoxReport": {"after": None},
+    "NoxChunkMLP": {"model": None, "rows": 4096},
 }
 OUTPUTS = {
     "NoxLoadH3": (["MODEL", "INT"], ["MODEL", "steps"]),
@@ -65,6 +67,7 @@ OUTPUTS = {
     "NoxDenseControl": (["MODEL"], ["MODEL"]),
     "NoxSaveVideo": (["VIDEO", "IMAGE", "STRING"], ["video", "last_frame", "path"]),
     "NoxReport": (["COMFY_MATCHTYPE_V3", "STRING", "IMAGE"], ["after", "text", "picture"]),
+    "NoxChunkMLP": (["MODEL"], ["MODEL"]),
 }
 DISPLAY_NAMES = {
     "NoxLoadH3": "Nox Load MiniMax-H3",
@@ -73,6 +76,7 @@ DISPLAY_NAMES = {
     "NoxDenseControl": "Nox Dense Steps and Blocks",
     "NoxSaveVideo": "Nox Save Video",
     "NoxReport": "Nox Report",
+    "NoxChunkMLP": "Nox Chunk MLP",
 }
 OPTIONS = {
     ("NoxLoadH3", "weight_dtype"): ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"],
@@ -88,6 +92,7 @@ RANGES = {
     ("NoxDenseControl", "last_steps"): (0, 50),
     ("NoxDenseControl", "start_percent"): (0.0, 1.0),
     ("NoxDenseControl", "end_percent"): (0.0, 1.0),
+    ("NoxChunkMLP", "rows"): (256, 1 << 20),
 }
 ADVANCED = {
     ("NoxLoadH3", "weight_dtype"),

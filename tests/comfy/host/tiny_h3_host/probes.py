@@ -2,10 +2,12 @@
 
 import logging
 import time
+import weakref
 
 import torch
 from comfy.ldm.modules import attention as host_attention
 from comfy_api.latest import io
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OVERRIDE = "optimized_attention_override"
 log = logging.getLogger("tiny_h3_probe")
@@ -25,7 +27,8 @@ class TinyH3BlockProbe(io.ComfyNode):
                 io.String.Input("label", default="probe"),
                 io.Int.Input("block", default=1, min=0, max=49),
                 io.Combo.Input(
-                    "attention", options=["whole", "head slices", "one row less", "two batches"]
+                    "attention",
+                    options=["whole", "watched", "head slices", "one row less", "two batches"],
                 ),
                 io.Boolean.Input("foreign_calls", default=False),
                 io.Float.Input("wait_s", default=0.0, min=0.0, max=60.0),
@@ -44,6 +47,38 @@ class TinyH3BlockProbe(io.ComfyNode):
         previous = blocks.get(("double_block", block))
         probe = BlockProbe(previous, **settings)
         clone.set_model_patch_replace(probe, "dit", "double_block", block)
+        return io.NodeOutput(clone)
+
+
+class TinyH3MLPProbe(io.ComfyNode):
+    """An object patch on a block's MLP that logs the rows it gets, and calls the one before it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Its label stands in the log."""
+        return io.Schema(
+            node_id="TinyH3MLPProbe",
+            category="testing",
+            inputs=[
+                io.Model.Input("model"),
+                io.String.Input("label", default="probe"),
+                io.Int.Input("block", default=1, min=0, max=49),
+            ],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model, label, block) -> io.NodeOutput:
+        """A patched clone."""
+        clone = model.clone()
+        name = f"diffusion_model.blocks.{block}.mlp.forward"
+        previous = clone.get_model_object(name)
+
+        def forward(x):
+            log.info("probe %s: mlp of %d rows", label, x.shape[0])
+            return previous(x)
+
+        clone.add_object_patch(name, forward)
         return io.NodeOutput(clone)
 
 
@@ -70,7 +105,10 @@ class BlockProbe:
         if self.foreign_calls:
             self._call_foreign(options, rows=77)
         inner = args
-        if self.attention != "whole":
+        if self.attention == "watched":
+            watch = MemoryWatch(self.label, options[OVERRIDE])
+            inner = {**args, "transformer_options": {**options, OVERRIDE: watch}}
+        elif self.attention != "whole":
             wrapped = AttentionProbe(self.attention, options.get(OVERRIDE))
             inner = {**args, "transformer_options": {**options, OVERRIDE: wrapped}}
         out = self.previous(inner, extra) if self.previous else extra["original_block"](inner)
@@ -127,6 +165,36 @@ class AttentionProbe:
         return torch.cat([out[:, :1], out], dim=1)
 
 
+class MemoryWatch:
+    """An override before another: logs which of q, k and v are still held when Nox attends."""
+
+    def __init__(self, label: str, outer):
+        self.label = label
+        self.outer = outer
+
+    def container_function(self, q, k, v, *args, **kwargs):
+        """Form with single-owner tensors, of which nobody else holds any."""
+        held = {name: weakref.ref(x.peek()) for name, x in zip("qkv", (q, k, v), strict=True)}
+        with AttendWatch(self.label, held):
+            return self.outer.container_function(q, k, v, *args, **kwargs)
+
+
+class AttendWatch(TorchDispatchMode):
+    """Sees each operator; logs at Nox's attention."""
+
+    def __init__(self, label: str, held: dict):
+        super().__init__()
+        self.label = label
+        self.held = held
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run it."""
+        if func is torch.ops.nox.tile_attention.default:
+            names = [name for name, ref in self.held.items() if ref() is not None]
+            log.info("probe %s: held in attention: %s", self.label, names or "nothing")
+        return func(*args, **(kwargs or {}))
+
+
 class TinyH3ReplaceBlocks(io.ComfyNode):
     """Puts its own patch on the blocks from one on, and drops whatever was there."""
 
@@ -156,4 +224,4 @@ class TinyH3ReplaceBlocks(io.ComfyNode):
         return io.NodeOutput(clone)
 
 
-NODES = [TinyH3BlockProbe, TinyH3ReplaceBlocks]
+NODES = [TinyH3BlockProbe, TinyH3MLPProbe, TinyH3ReplaceBlocks]

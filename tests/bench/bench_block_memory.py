@@ -1,0 +1,131 @@
+"""GPU memory of one block of MiniMax-H3's real size: attention by the host and by Nox, and the MLP.
+
+python tests/bench/bench_block_memory.py [--frames 124]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from nox_kernels.attention import attend_packed, pack_layer
+from nox_kernels.layer_plan import LayerPlan
+from nox_kernels.row_chunks import in_row_chunks
+from nox_kernels.sequence import t2va_sequence
+from nox_kernels.trial import trial_layer
+
+NUM_HEADS, HEAD_DIM, HIDDEN, FFN = 56, 128, 5376, 14336
+CHUNKS = (2048, 4096, 16384)  # rows
+NUM_TEXT = 594  # makes S = 38,304 of 124 frames
+
+
+class Block:
+    """What a block works on, in bf16: hidden states, and the weights of its MLP."""
+
+    def __init__(self, num_frames: int = 124):
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+            return x.mul_(0.02)
+
+        self.sequence = t2va_sequence(1344, 768, num_frames, num_text=NUM_TEXT)
+        self.num_rows = self.sequence.num_rows
+        self.x = random(self.num_rows, HIDDEN)
+        self.fc1, self.fc2 = random(2 * FFN, HIDDEN), random(HIDDEN, FFN)
+
+    def mlp(self, rows: Tensor) -> Tensor:
+        """[s, HIDDEN] -> [s, HIDDEN]."""
+        gate, up = functional.linear(rows, self.fc1).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate).mul_(up), self.fc2)
+
+    def chunked_mlp(self, max_rows: int) -> Tensor:
+        """The MLP of all rows, some at a time."""
+        return in_row_chunks(self.mlp, self.x, max_rows)
+
+    def attention(self, attend: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """As ComfyUI calls it: q and k are views of a fused buffer, V is a copy, nobody else holds them."""
+        fused = torch.zeros(
+            self.num_rows, 3 * NUM_HEADS * HEAD_DIM, device="cuda", dtype=self.x.dtype
+        )
+        shape = (self.num_rows, NUM_HEADS, HEAD_DIM)
+        q, k, v = (part.view(shape).transpose(0, 1) for part in fused.chunk(3, dim=-1))
+        held = [q, k, v.clone()]
+        del fused, q, k, v
+        return attend(held)
+
+    def layer(self, mode: str) -> LayerPlan:
+        """What Nox does in a mode, at 15 % kept."""
+        return trial_layer(mode, self.sequence, NUM_HEADS, "cuda", keep_ratio=0.15)
+
+
+def by_host(held: list[Tensor]) -> Tensor:
+    """PyTorch's attention, which holds its inputs as ComfyUI's own does."""
+    return functional.scaled_dot_product_attention(*(x[None] for x in held))
+
+
+def by_nox(layer: LayerPlan) -> Callable[[list[Tensor]], Tensor]:
+    """As our patch calls it."""
+
+    def attend(held: list[Tensor]) -> Tensor:
+        images = pack_layer(layer, *held)
+        held.clear()
+        return attend_packed(layer, images, torch.bfloat16)
+
+    return attend
+
+
+def peak_mib(work: Callable[[], Tensor]) -> float:
+    """What work needs at its peak beside what is there before.
+
+    Raises:
+        AssertionError: Something outlived it.
+    """
+    work()  # makes ready what later calls use
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    return round((torch.cuda.max_memory_allocated() - before) / (1 << 20), 1)
+
+
+def measure(block: Block) -> dict:
+    """Peaks in MiB, and values that chunks change."""
+    whole = block.mlp(block.x)
+    other_values = {rows: int((block.chunked_mlp(rows) != whole).sum()) for rows in CHUNKS}
+    del whole
+    return {
+        "num_rows": block.num_rows,
+        "attention": {
+            "host": peak_mib(lambda: block.attention(by_host)),
+            **{
+                mode: peak_mib(lambda attend=by_nox(block.layer(mode)): block.attention(attend))
+                for mode in ("sage", "sparse")
+            },
+        },
+        "mlp": peak_mib(lambda: block.mlp(block.x)),
+        "chunked_mlp": {rows: peak_mib(lambda n=rows: block.chunked_mlp(n)) for rows in CHUNKS},
+        "values_that_chunks_change": other_values,
+    }
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--frames", type=int, default=124)
+    args = parser.parse_args()
+    names = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    print(json.dumps(names | measure(Block(args.frames)), indent=2))
+
+
+if __name__ == "__main__":
+    main()
