@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,14 +107,14 @@ def measure(block: Block) -> dict:
     return {
         "num_rows": block.num_rows,
         "attention": {
-            "host": peak_mib(lambda: block.attention(by_host)),
+            "host": peak_mib(partial(block.attention, by_host)),
             **{
-                mode: peak_mib(lambda attend=by_nox(block.layer(mode)): block.attention(attend))
+                mode: peak_mib(partial(block.attention, by_nox(block.layer(mode))))
                 for mode in ("sage", "sparse")
             },
         },
-        "mlp": peak_mib(lambda: block.mlp(block.x)),
-        "chunked_mlp": {rows: peak_mib(lambda n=rows: block.chunked_mlp(n)) for rows in CHUNKS},
+        "mlp": peak_mib(partial(block.mlp, block.x)),
+        "chunked_mlp": {rows: peak_mib(partial(block.chunked_mlp, rows)) for rows in CHUNKS},
         "values_that_chunks_change": other_values,
     }
 
