@@ -13,11 +13,12 @@ NEEDED = {
     "nodes/attention.py",
     "nox_kernels/attention.py",
     "nox_kernels/csrc/params.h",
+    "web/badge.js",
     "web/docs/NoxAttention.md",
     "workflows/Nox H3 Text to Video and Audio.json",
     "workflows/Nox H3 Image to Video and Audio.json",
 }
-SUFFIXES = {".cu", ".cuh", ".h", ".py", ".md", ".json", ".jpg", ".png", ".toml", ".txt", ""}
+SUFFIXES = {".cu", ".cuh", ".h", ".js", ".py", ".md", ".json", ".jpg", ".png", ".toml", ".txt", ""}
 MAX_BYTES = 4 << 20
 
 
