@@ -13,6 +13,7 @@ NEEDED = {
     "nodes/attention.py",
     "nox_kernels/attention.py",
     "nox_kernels/csrc/params.h",
+    "nox_kernels/formats/01-mp4-h264.json",
     "web/badge.js",
     "web/docs/NoxAttention.md",
     "workflows/Nox H3 Text to Video and Audio.json",

@@ -1,4 +1,4 @@
-"""Sound: checks and cleans the sound of a clip, and encodes it as AAC."""
+"""Sound: checks and cleans the sound of a clip, and encodes it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import numpy as np
 from torch import Tensor
 
 from .errors import RequestError
+from .video_format import AudioFormat
 
-_AUDIO_ENCODER = "aac"
-_AUDIO_BIT_RATE = 256_000
 # Channel order of a waveform without a label.
 _LAYOUTS = {1: "mono", 2: "stereo", 3: "3.0", 4: "4.0", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
-# AAC has no standard layout for these, and PyAV (16.0, 18.1) crashes the process that decodes
-# 8 planar channels, ComfyUI's loader included.
-_MIXED_TO_STEREO = ("6.1", "7.1")
+# More than 6 channels are mixed in AAC: it has no standard layout for them, and PyAV (16.0, 18.1)
+# crashes the process that decodes 8 planar channels, ComfyUI's loader included.
 _MIN_AUDIO_STD = 1e-5
 
 
@@ -53,7 +51,9 @@ class SoundError(Exception):
         self.sound = sound
 
 
-def clean_sound(audio: Audio | None, warnings: list[str]) -> Sound | None:
+def clean_sound(
+    audio: Audio | None, audio_format: AudioFormat, warnings: list[str]
+) -> Sound | None:
     """Finite samples in -1..1; None where there is nothing to hear. Adds a sentence per repair."""
     if audio is None or audio.waveform.numel() == 0:
         return None
@@ -72,7 +72,7 @@ def clean_sound(audio: Audio | None, warnings: list[str]) -> Sound | None:
     if len(samples) not in _LAYOUTS:
         warnings.append(f"Of {len(samples)} sound channels the first two were saved.")
         samples = samples[:2]
-    elif _LAYOUTS[len(samples)] in _MIXED_TO_STEREO:
+    elif len(samples) > audio_format.max_channels:
         warnings.append(f"The {len(samples)} sound channels were mixed to stereo.")
 
     finite = np.isfinite(samples)
@@ -98,20 +98,23 @@ def clean_sound(audio: Audio | None, warnings: list[str]) -> Sound | None:
     return Sound(np.ascontiguousarray(samples), sample_rate)
 
 
-def encode_sound(container, sound: Sound) -> Iterator:
-    """AAC packets of the whole sound, in order; SoundError where the encoder refuses."""
+def encode_sound(container, sound: Sound, audio_format: AudioFormat) -> Iterator:
+    """Packets of the whole sound, in order; SoundError where the encoder refuses."""
     import av
 
     layout = _LAYOUTS[len(sound.samples)]
+    is_mixed = len(sound.samples) > audio_format.max_channels
     try:
-        rates = av.codec.Codec(_AUDIO_ENCODER, "w").audio_rates or [sound.sample_rate]
+        rates = av.codec.Codec(audio_format.encoder, "w").audio_rates or [sound.sample_rate]
         # The stream resamples and mixes by itself what differs from its own rate and layout.
         stream = container.add_stream(
-            _AUDIO_ENCODER,
+            audio_format.encoder,
             rate=min(rates, key=lambda rate: (abs(rate - sound.sample_rate), -rate)),
-            layout="stereo" if layout in _MIXED_TO_STEREO else layout,
+            layout="stereo" if is_mixed else layout,
         )
-        stream.bit_rate = _AUDIO_BIT_RATE
+        stream.format = audio_format.sample_format
+        if audio_format.bit_rate:
+            stream.bit_rate = audio_format.bit_rate
         for start in range(0, sound.samples.shape[1], sound.sample_rate):  # a second at a time
             second = sound.samples[:, start : start + sound.sample_rate].T
             second = np.ascontiguousarray(second).reshape(1, -1)
@@ -142,10 +145,10 @@ def rescue_sound(target: str, sound: Sound, reason: str) -> str:
         with contextlib.suppress(OSError):
             os.unlink(wav_path)
         return (
-            f"The video was saved without sound: the AAC encoder failed ({reason}) and so did "
+            f"The video was saved without sound: the audio encoder failed ({reason}) and so did "
             f"a WAV file beside it ({err.strerror})."
         )
     return (
-        f"The video was saved without sound because the AAC encoder failed ({reason}); the sound "
+        f"The video was saved without sound because the audio encoder failed ({reason}); the sound "
         f"is beside it in {os.path.basename(wav_path)}."
     )

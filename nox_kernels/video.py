@@ -1,4 +1,4 @@
-"""Video: writes one playable MP4 from frames and sound."""
+"""Video: writes one file from frames and sound, whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .errors import NoxError, RequestError
 from .sound import Audio, Sound, SoundError, clean_sound, encode_sound, rescue_sound
+from .video_format import VideoFormat, check_settings, default_format
+from .yuv import to_planes
 
-_VIDEO_ENCODER = "libx264"
-_BT709 = 1  # the number of BT.709 in all three H.264 colour tables: primaries, transfer, matrix
+_BT709 = 1  # FFmpeg's number of BT.709 in all three colour tables: primaries, transfer, matrix
 _LIMITED_RANGE = 1  # luma 16..235
 _MAX_LENGTH_GAP_S = 0.1
-_MIN_CRF = 1.0  # below 1 x264 turns to its lossless 4:4:4 profile, which browsers cannot play
 
 
 @dataclass(frozen=True)
 class WrittenVideo:
-    """What was written; width and height are those of the file, after padding to even sizes."""
+    """What was written; width and height are those of the file, after padding."""
 
     path: str
     width: int
@@ -46,16 +45,17 @@ class _Clip:
 
     frames: Tensor  # [F, H, W, C >= 3]
     rate: Fraction  # frames per second
+    format: VideoFormat
     crf: float
     preset: str
+    dither: bool
     metadata: dict[str, str]
     progress: Callable[[int, int], None] | None
 
     @property
-    def even_size(self) -> tuple[int, int]:
-        """(height, width) of the file: 4:2:0 shares one colour sample between 2x2 pixels."""
-        height, width = self.frames.shape[1:3]
-        return height + height % 2, width + width % 2
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the file."""
+        return self.format.video.size_for(*self.frames.shape[1:3])
 
 
 def write_video(
@@ -64,12 +64,14 @@ def write_video(
     audio: Audio | None = None,
     *,
     fps: float | Fraction = 24,
+    video_format: VideoFormat | None = None,
     crf: float = 18,
     preset: str = "medium",
+    dither: bool = False,
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> WrittenVideo:
-    """Write frames and sound as H.264 + AAC; an existing file is never touched.
+    """Write frames and sound as one file; an existing file is never touched.
 
     Args:
         path: target, in a folder that exists.
@@ -77,8 +79,10 @@ def write_video(
             only the first three channels (RGB) are used.
         audio: sound of the clip; None or zero samples give a file without an audio stream.
         fps: frames per second.
-        crf: x264's quality, 0 (largest file) .. 51 (smallest).
-        preset: x264's speed name.
+        video_format: the kind of file; None for MP4 with H.264 and AAC. The path should end like it.
+        crf: the encoder's quality, 0 (largest file) .. 51 (smallest); formats without one ignore it.
+        preset: the encoder's speed, one of PRESETS; formats without one ignore it.
+        dither: hide the bands of smooth gradients under a fine fixed pattern.
         metadata: text tags of the container, written as they are.
         progress: called with (frames done, F) after each frame.
 
@@ -91,14 +95,25 @@ def write_video(
         NoxError: the file could not be written; no part of it stays behind.
     """
     _check_frames(frames)
+    check_settings(crf, preset)
+    video_format = video_format or default_format()
     clip = _Clip(
-        frames, _frame_rate(fps), _checked_crf(crf), preset, dict(metadata or {}), progress
+        frames,
+        _frame_rate(fps),
+        video_format,
+        crf,
+        preset,
+        dither,
+        dict(metadata or {}),
+        progress,
     )
     target = os.path.abspath(os.fspath(path))
     _check_target(target)
-    _check_encoder()
+    fault = video_format.why_no_picture(crf=crf, preset=preset)
+    if fault is not None:
+        raise NoxError(fault)
     warnings: list[str] = []
-    sound = clean_sound(audio, warnings)
+    sound = clean_sound(audio, video_format.audio, warnings)
     _compare_sizes(clip, warnings)
     _compare_lengths(clip, sound, warnings)
 
@@ -119,7 +134,7 @@ def write_video(
             f"{num_bad_frames} of {len(frames)} frames hold invalid pixels (NaN or infinite); "
             "those pixels were saved as black."
         )
-    height, width = clip.even_size
+    height, width = clip.size
     return WrittenVideo(target, width, height, len(frames), tuple(warnings))
 
 
@@ -141,12 +156,6 @@ def _frame_rate(fps: float | Fraction) -> Fraction:
     return Fraction(fps).limit_denominator(100_000)
 
 
-def _checked_crf(crf: float) -> float:
-    if not 0 <= crf <= 51:
-        raise RequestError(f"crf must be between 0 (best) and 51 (smallest file), it is {crf}.")
-    return max(crf, _MIN_CRF)
-
-
 def _check_target(target: str) -> None:
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
@@ -155,31 +164,21 @@ def _check_target(target: str) -> None:
         raise NameTakenError(f"{target} exists already and was left as it is; choose another name.")
 
 
-def _check_encoder() -> None:
-    try:
-        import av
-    except ImportError as err:
-        raise NoxError(
-            f"Videos cannot be saved because PyAV does not load ({err}); run: pip install av"
-        ) from err
-    if _VIDEO_ENCODER not in av.codecs_available:
-        raise NoxError(
-            "Videos cannot be saved because this PyAV was built without the H.264 encoder "
-            "libx264; install the standard wheel: pip install --force-reinstall av"
-        )
-
-
 def _compare_sizes(clip: _Clip, warnings: list[str]) -> None:
     height, width = clip.frames.shape[1:3]
-    if (height, width) == clip.even_size:
+    if (height, width) == clip.size:
         return
-    # H.264's cropping counts in 4:2:0 units of two pixels, and players ignore MP4's own, so an
-    # odd size cannot be displayed as such.
-    edges = [e for e, n in (("right", width), ("bottom", height)) if n % 2]
+    # Cropping is no way out: H.264, H.265 and AV1 count it in whole colour samples, MP4's own
+    # is ignored by players, and another pixel aspect would stretch the picture.
+    added = [
+        f"{new - old} at the {edge}"
+        for edge, old, new in zip(("bottom", "right"), (height, width), clip.size, strict=True)
+        if new != old
+    ]
     warnings.append(
-        f"The frames are {width}x{height}, but H.264 needs even sizes: one line of pixels was "
-        f"repeated at the {' and '.join(edges)} edge, and the video is "
-        f"{clip.even_size[1]}x{clip.even_size[0]}."
+        f"The frames are {width}x{height}, which {clip.format.name} cannot hold: lines of pixels at "
+        f"the edge were repeated ({', '.join(added)}), and the video is "
+        f"{clip.size[1]}x{clip.size[0]}."
     )
 
 
@@ -196,16 +195,19 @@ def _encode(part: str, clip: _Clip, sound: Sound | None) -> int:
     """Write the file `part`; returns the number of frames with a non-finite pixel."""
     import av
 
-    # As options of the container alone: handed to every codec, macOS' AAC rejects them.
-    container_options = {"movflags": "use_metadata_tags+faststart"}
     num_bad_frames = 0
     with av.open(
-        part, "w", format="mp4", container_options=container_options, metadata_errors="replace"
+        part,
+        "w",
+        format=clip.format.container,
+        container_options=dict(clip.format.container_options),
+        metadata_errors="replace",
     ) as container:
         container.metadata.update(clip.metadata)  # the header is written with the first packet
         stream = _add_video_stream(container, clip)
         # Sound first, kept as packets (32 kB a second): a failure then costs no picture.
-        sound_packets = deque(encode_sound(container, sound) if sound is not None else ())
+        audio = clip.format.audio
+        sound_packets = deque(encode_sound(container, sound, audio) if sound is not None else ())
         for frame_idx, frame in enumerate(clip.frames):
             picture, all_finite = _to_yuv(frame, frame_idx, clip)
             num_bad_frames += not all_finite
@@ -221,13 +223,10 @@ def _encode(part: str, clip: _Clip, sound: Sound | None) -> int:
 
 
 def _add_video_stream(container, clip: _Clip):
-    options = {"crf": f"{clip.crf:g}", "preset": clip.preset, "profile": "high"}
-    stream = container.add_stream(_VIDEO_ENCODER, rate=clip.rate, options=options)
-    stream.height, stream.width = clip.even_size
-    stream.pix_fmt = "yuv420p"
-    context = stream.codec_context
-    context.color_primaries = context.color_trc = context.colorspace = _BT709
-    context.color_range = _LIMITED_RANGE
+    video = clip.format.video
+    options = video.encoder_options(clip.crf, clip.preset, len(clip.frames))
+    stream = container.add_stream(video.encoder, rate=clip.rate, options=options)
+    video.prepare(stream.codec_context, *clip.size, clip.rate)
     return stream
 
 
@@ -235,21 +234,29 @@ def _to_yuv(frame: Tensor, frame_idx: int, clip: _Clip) -> tuple[object, bool]:
     """Limited-range BT.709 picture of frame [H, W, C], and whether every pixel was finite."""
     import av
 
-    rgb = frame[..., :3].detach().float()
-    all_finite = bool(torch.isfinite(rgb).all())
+    # A CPU's float32 frame is not copied.
+    rgb = np.ascontiguousarray(frame[..., :3].detach().float().cpu().numpy())
+    lowest, highest = rgb.min(), rgb.max()  # NaN where there is one
+    all_finite = bool(np.isfinite(lowest) and np.isfinite(highest))
     if not all_finite:
-        rgb = rgb.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    pixels = (rgb * 255.0).round_().clamp_(0.0, 255.0).to(torch.uint8).cpu().numpy()
-    height, width = clip.even_size
-    if pixels.shape[:2] != (height, width):
-        lines = ((0, height - pixels.shape[0]), (0, width - pixels.shape[1]), (0, 0))
-        pixels = np.pad(pixels, lines, mode="edge")
-    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24").reformat(
-        format="yuv420p",
-        src_color_range="JPEG",  # FFmpeg's name of full range
-        dst_color_range="MPEG",  # and of limited range
-        dst_colorspace="ITU709",
-    )
+        rgb = np.nan_to_num(rgb, nan=0.0, posinf=0.0, neginf=0.0)
+    if not all_finite or lowest < 0 or highest > 1:
+        rgb = rgb.clip(0.0, 1.0)
+    height, width = clip.size
+    if rgb.shape[:2] != (height, width):
+        lines = ((0, height - rgb.shape[0]), (0, width - rgb.shape[1]), (0, 0))
+        rgb = np.pad(rgb, lines, mode="edge")
+
+    pixels = clip.format.video.pixels
+    picture = av.VideoFrame(width, height, pixels.name)
+    planes = to_planes(rgb, pixels, dither=clip.dither)
+    for plane, samples in zip(picture.planes, planes, strict=True):
+        line_bytes = samples.shape[1] * samples.itemsize
+        lines = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)
+        lines[:, :line_bytes] = samples.view(np.uint8)
+    # ProRes takes the tags from here, the others from the stream.
+    picture.color_primaries = picture.color_trc = picture.colorspace = _BT709
+    picture.color_range = _LIMITED_RANGE
     picture.pts = frame_idx
     picture.time_base = 1 / clip.rate
     return picture, all_finite
