@@ -16,11 +16,13 @@ from comfy_api.latest import InputImpl, io, ui
 from ..nox_kernels.errors import NoxError, RequestError
 from ..nox_kernels.sound import Audio
 from ..nox_kernels.video import NameTakenError, WrittenVideo, write_video
+from ..nox_kernels.video_format import PRESETS, VideoFormat, check_settings, find, formats
 from . import report_text, status
 from .filename import resolve_prefix, why_not
 from .report_store import NO_RUN, lines_and_reports
+from .still import write_still
 
-_MP4 = "mp4 (H.264 + AAC)"
+_OUTPUT, _TEMP = "output", "temp"
 _BOTH_INPUTS = (
     "Nox Save Video has both images and a video connected; disconnect one, so that it is clear "
     "which to save."
@@ -30,7 +32,7 @@ _NO_INPUT = "Nox Save Video has nothing to save; connect either images or a vide
 
 
 class NoxSaveVideo(io.ComfyNode):
-    """Saves IMAGE + AUDIO, or a VIDEO, as one MP4."""
+    """Saves IMAGE + AUDIO, or a VIDEO, as one file."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -77,14 +79,21 @@ class NoxSaveVideo(io.ComfyNode):
                     tooltip="Where to save in the output folder; a / makes a folder. May hold "
                     "%date:yyyy-MM-dd% or values of other nodes such as %KSampler.seed%.",
                 ),
-                io.Combo.Input("format", options=[_MP4], tooltip="Kind of file."),
+                io.Combo.Input(
+                    "format",
+                    options=list(formats()),
+                    tooltip="Kind of file. mp4 H.264 plays everywhere; H.265 is smaller and plays "
+                    "on newer devices; mkv FFV1 loses nothing and is large. NVENC needs an NVIDIA "
+                    "GPU that encodes video; what does not work here is refused before the run.",
+                ),
                 io.Int.Input(
                     "crf",
                     default=18,
                     min=0,
                     max=51,
                     tooltip="Picture quality: lower is better and makes a larger file. 18 looks "
-                    "like the original, 23 is smaller, 28 and more shows.",
+                    "like the original, 23 is smaller, 28 and more shows. FFV1 and ProRes ignore "
+                    "it.",
                 ),
                 io.Boolean.Input(
                     "save_metadata",
@@ -92,6 +101,39 @@ class NoxSaveVideo(io.ComfyNode):
                     advanced=True,
                     tooltip="Store the workflow and Nox's run report in the file. Switch off to "
                     "share a video without them.",
+                ),
+                # Younger than the first saved workflows, so optional: those run as they are.
+                io.Combo.Input(
+                    "save_to",
+                    options=[_OUTPUT, _TEMP],
+                    optional=True,
+                    tooltip="The output folder keeps the file; the temp folder is emptied when "
+                    "ComfyUI starts.",
+                ),
+                io.Combo.Input(
+                    "encoder_preset",
+                    options=list(PRESETS),
+                    default="medium",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Slower makes a smaller file of the same look. FFV1 and ProRes ignore "
+                    "it.",
+                ),
+                io.Boolean.Input(
+                    "dither",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Hide bands in smooth gradients (skies, fog) under a fine fixed "
+                    "pattern. Makes a slightly larger file.",
+                ),
+                io.Boolean.Input(
+                    "first_frame_png",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Also save the first frame as PNG beside the video, with the workflow "
+                    "inside.",
                 ),
             ],
             outputs=[
@@ -105,17 +147,38 @@ class NoxSaveVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, filename_prefix, images=_UNWIRED, video=_UNWIRED) -> bool | str:
+    def validate_inputs(
+        cls,
+        filename_prefix,
+        format,
+        crf,
+        encoder_preset="medium",
+        images=_UNWIRED,
+        video=_UNWIRED,
+        audio=_UNWIRED,
+    ) -> bool | str:
         """Refuse before the run what would fail after it.
 
         A wired socket arrives as None, its value being unknown yet. filename_prefix is named since
-        ComfyUI drops the answer of a check that looks at no input of the graph.
+        ComfyUI drops the answer of a check that looks at no input of the graph; what is named here
+        ComfyUI checks no more.
         """
         if images is _UNWIRED and video is _UNWIRED:
             return _NO_INPUT
         if images is not _UNWIRED and video is not _UNWIRED:
             return _BOTH_INPUTS
-        return (filename_prefix is not None and why_not(filename_prefix)) or True
+        fault = why_not(filename_prefix) if filename_prefix is not None else None
+        if fault is not None or None in (format, crf, encoder_preset):
+            return fault or True
+        try:
+            check_settings(crf, encoder_preset)
+            video_format = find(format)
+        except RequestError as err:
+            return str(err)
+        fault = video_format.why_no_picture(crf=crf, preset=encoder_preset)
+        if fault is None and (audio is not _UNWIRED or video is not _UNWIRED):
+            fault = video_format.why_no_sound()
+        return fault or True
 
     @classmethod
     def execute(
@@ -125,6 +188,10 @@ class NoxSaveVideo(io.ComfyNode):
         format: str,
         crf: int,
         save_metadata: bool = True,
+        save_to: str = _OUTPUT,
+        encoder_preset: str = "medium",
+        dither: bool = False,
+        first_frame_png: bool = False,
         images=None,
         video=None,
         audio=None,
@@ -141,14 +208,28 @@ class NoxSaveVideo(io.ComfyNode):
         fault = why_not(prefix)
         if fault is not None:
             raise RequestError(fault)
-        progress = ProgressBar(len(images))
+        video_format = find(format)
         written, subfolder = _write_next(
-            prefix, images, audio, fps=fps, crf=crf, metadata=metadata, progress=progress
+            prefix,
+            _FOLDERS[save_to](),
+            images,
+            audio,
+            fps=fps,
+            video_format=video_format,
+            crf=crf,
+            preset=encoder_preset,
+            dither=dither,
+            metadata=metadata,
+            progress=ProgressBar(len(images)).update_absolute,
         )
-        warnings = [line for line in lines if line == NO_RUN] + list(written.warnings)
-        for warning in warnings:
+        file_warnings = list(written.warnings)
+        if first_frame_png:
+            still_path = f"{os.path.splitext(written.path)[0]}.png"
+            fault = write_still(still_path, images[0], metadata)
+            file_warnings += [fault] if fault is not None else []
+        for warning in [line for line in lines if line == NO_RUN] + file_warnings:
             logging.warning("Nox Save Video: %s", warning)
-        lines += written.warnings
+        lines += file_warnings
         # the page draws only the video of what a saver returns
         shown = [*map(report_text.badge, reports), *lines[len(reports) :]]
         status.show(cls.hidden.unique_id, "\n".join(shown))
@@ -158,8 +239,14 @@ class NoxSaveVideo(io.ComfyNode):
             InputImpl.VideoFromFile(written.path),
             images[-1:, ..., :3].clone(),  # a view would keep the whole clip alive
             written.path,
-            ui=_preview(os.path.basename(written.path), subfolder, lines),
+            ui=_preview(cls, written, subfolder, save_to, video_format, images, lines),
         )
+
+
+_FOLDERS = {
+    _OUTPUT: folder_paths.get_output_directory,
+    _TEMP: folder_paths.get_temp_directory,
+}
 
 
 def _frames_sound_and_rate(images, video, audio, fps):
@@ -196,38 +283,47 @@ def _strict_json(value):
 
 
 def _write_next(
-    prefix: str, images, audio, *, fps, crf: int, metadata: dict[str, str], progress: ProgressBar
+    prefix: str, root: str, images, audio, *, video_format: VideoFormat, **settings
 ) -> tuple[WrittenVideo, str]:
-    """Write under the first free number; returns what was written and its output subfolder."""
+    """Write under the first free number; returns what was written and its subfolder of root."""
     height, width = images.shape[1:3]
     try:
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-            prefix, folder_paths.get_output_directory(), width, height
+            prefix, root, width, height
         )
     except OSError as err:
         raise NoxError(f"The folder for {prefix[:80]} could not be made: {err.strerror}.") from err
     sound = None if audio is None else Audio(audio["waveform"], audio["sample_rate"])
     while True:
-        path = os.path.join(folder, f"{name}_{counter:05}_.mp4")
+        path = os.path.join(folder, f"{name}_{counter:05}_{video_format.suffix}")
         try:
-            written = write_video(
-                path,
-                images,
-                sound,
-                fps=fps,
-                crf=crf,
-                metadata=metadata,
-                progress=progress.update_absolute,
-            )
+            written = write_video(path, images, sound, video_format=video_format, **settings)
         except NameTakenError:  # by another run that saves into the same folder
             counter += 1
         else:
             return written, subfolder
 
 
-def _preview(file: str, subfolder: str, lines: list[str]) -> dict:
-    """The player on the node, and the lines for whoever reads the history."""
-    shown = ui.PreviewVideo([ui.SavedResult(file, subfolder, io.FolderType.output)]).as_dict()
+def _preview(
+    node, written: WrittenVideo, subfolder: str, save_to: str, kind: VideoFormat, images, lines
+) -> dict:
+    """The player on the node, and the lines for whoever reads the history.
+
+    A browser does not play every kind: the first frame stands for those, from the temp folder.
+    """
+    if kind.plays_on_page:
+        file = ui.SavedResult(os.path.basename(written.path), subfolder, io.FolderType(save_to))
+        shown = ui.PreviewVideo([file]).as_dict()
+    else:
+        shown = _first_picture(node, images)
     if lines:
         shown["text"] = ("\n".join(lines),)
     return shown
+
+
+def _first_picture(node, images) -> dict:
+    try:
+        return ui.PreviewImage(images[:1, ..., :3].float(), cls=node).as_dict()
+    except OSError as err:  # a full temp folder, say: the video is saved all the same
+        logging.warning("Nox Save Video: no picture can be shown (%s).", err.strerror)
+        return {}

@@ -125,7 +125,7 @@ def write_video(
             except SoundError as err:
                 num_bad_frames = _encode(part, clip, None)
                 warnings.append(rescue_sound(target, err.sound, str(err)))
-            _publish(part, target)
+            publish(part, target)
     finally:
         with contextlib.suppress(OSError):  # after _publish there is nothing left to remove
             os.unlink(part)
@@ -262,7 +262,7 @@ def _to_yuv(frame: Tensor, frame_idx: int, clip: _Clip) -> tuple[object, bool]:
     return picture, all_finite
 
 
-def _publish(part: str, target: str) -> None:
+def publish(part: str, target: str) -> None:
     """Give the finished file its name, unless somebody else took it meanwhile."""
     with open(part, "rb+") as file:
         os.fsync(file.fileno())

@@ -90,14 +90,29 @@ def host(comfyui, venv_python, host_environment, tmp_path_factory):
 @pytest.fixture
 def forgetful_host(host, comfyui, venv_python, host_environment, tmp_path_factory):
     """Another one, which drops what a node gave as soon as it was used."""
+    base = _make_base_beside(host, tmp_path_factory)
+    yield from _running(Host(comfyui, venv_python, base, host_environment, ("--cache-none",)))
+
+
+@pytest.fixture
+def discreet_host(host, comfyui, venv_python, host_environment, tmp_path_factory):
+    """Another one, which was told to keep graphs out of files."""
+    base = _make_base_beside(host, tmp_path_factory)
+    yield from _running(Host(comfyui, venv_python, base, host_environment, ("--disable-metadata",)))
+
+
+def _running(started: Host):
+    try:
+        started.wait_until_up()
+        yield started
+    finally:
+        started.stop()
+
+
+def _make_base_beside(host: Host, tmp_path_factory) -> Path:
     base = _make_base(tmp_path_factory)
     (base / "models").symlink_to(host.base / "models", target_is_directory=True)
-    running = Host(comfyui, venv_python, base, host_environment, cache=("--cache-none",))
-    try:
-        running.wait_until_up()
-        yield running
-    finally:
-        running.stop()
+    return base
 
 
 def _make_base(tmp_path_factory) -> Path:

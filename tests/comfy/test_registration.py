@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nox_kernels.video_format import PRESETS, formats
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 NODES = [
@@ -56,6 +58,10 @@ INPUTS = {
         "images": None,
         "video": None,
         "audio": None,
+        "save_to": None,
+        "encoder_preset": "medium",
+        "dither": False,
+        "first_frame_png": False,
     },
     "NoxReport": {"after": None},
     "NoxChunkMLP": {"model": None, "rows": 4096},
@@ -84,6 +90,9 @@ OPTIONS = {
     ("NoxAttention", "on_unknown_geometry"): ["error", "sparse", "dense"],
     ("NoxAttention", "precision"): ["accurate", "faithful"],
     ("NoxDenseControl", "kernel"): ["sage", "native"],
+    ("NoxSaveVideo", "format"): list(formats()),
+    ("NoxSaveVideo", "save_to"): ["output", "temp"],
+    ("NoxSaveVideo", "encoder_preset"): list(PRESETS),
 }
 RANGES = {
     ("NoxAttention", "budget"): (1, 100),
@@ -102,6 +111,9 @@ ADVANCED = {
     ("NoxAttention", "on_unknown_geometry"),
     ("NoxAttention", "route_references"),
     ("NoxSaveVideo", "save_metadata"),
+    ("NoxSaveVideo", "encoder_preset"),
+    ("NoxSaveVideo", "dither"),
+    ("NoxSaveVideo", "first_frame_png"),
 }
 
 

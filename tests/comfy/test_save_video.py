@@ -1,5 +1,6 @@
 """Nox Save Video in ComfyUI: files that play, reports that agree, and wrong input."""
 
+import json
 import re
 
 import av
@@ -7,6 +8,9 @@ import pytest
 from comfy_files import streams_of, tags_of
 from comfy_graphs import Graph, add_saver, attention, video_graph
 from comfy_prompts import shipped_prompt
+from PIL import Image
+
+from nox_kernels.video_format import find
 
 
 @pytest.mark.parametrize("name", ["t2v", "i2v"])
@@ -99,3 +103,136 @@ def test_a_second_file_of_one_prefix_leaves_the_first_alone(host):
     numbers = [int(re.search(r"_(\d{5})_\.mp4$", file.name)[1]) for file in (first, second)]
     assert numbers[1] > numbers[0]
     assert first.read_bytes() == content
+
+
+# Kinds of file, where they go, and what is refused before the run
+
+
+def sound(graph: Graph) -> list:
+    return graph.add("TinyH3Audio", kind="tone")
+
+
+@pytest.mark.parametrize(
+    ("kind", "codecs"),
+    [
+        ("mp4 (H.265 + AAC)", ("hevc", "aac")),
+        ("mkv (FFV1 + FLAC)", ("ffv1", "flac")),
+        ("mov (ProRes 422 HQ + PCM)", ("prores", "pcm_s24le")),
+    ],
+)
+def test_each_kind_of_file_is_saved_with_picture_and_sound(host, kind, codecs):
+    result, path = save_to_path(host, images=image, audio=sound, format=kind)
+    assert result.status == "success", result.error
+    with av.open(str(path)) as file:
+        assert tuple(stream.codec_context.name for stream in file.streams) == codecs
+    assert streams_of(path).keys() == {"video", "audio"}
+    # a browser plays no mkv and no ProRes: the node shows the first frame
+    (shown,) = (file for output in result.outputs.values() for file in output.get("images", ()))
+    assert shown["filename"].endswith(".mp4" if path.suffix == ".mp4" else ".png")
+
+
+def save_to_path(host, **sources):
+    """The run and the file that it added, below output or temp."""
+    before = files_in(host)
+    graph = Graph()
+    inputs = {name: make(graph) if callable(make) else make for name, make in sources.items()}
+    add_saver(graph, **inputs)
+    result = host.run(graph)
+    new = [path for path in sorted(files_in(host) - before) if path.suffix != ".png"]
+    return result, new[0] if new else None
+
+
+def files_in(host) -> set:
+    folders = (host.output, host.output.parent / "temp")
+    return {path for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+def test_temp_keeps_the_output_folder_clean(host):
+    result, path = save_to_path(host, images=image, save_to="temp")
+    assert result.status == "success", result.error
+    assert path.parent == host.output.parent / "temp" / "nox"
+    (shown,) = (file for output in result.outputs.values() for file in output.get("images", ()))
+    assert (shown["type"], shown["subfolder"], shown["filename"]) == ("temp", "nox", path.name)
+
+
+def test_the_first_frame_lies_beside_the_video_with_the_workflow_inside(host):
+    graph = Graph()
+    add_saver(graph, images=image(graph, width=33, height=65), first_frame_png=True)
+    result = host.run(graph)
+    assert result.status == "success", result.error
+    picture = Image.open(result.video_file.with_suffix(".png"))
+    assert picture.size == (33, 65)
+    assert picture.getpixel((0, 0)) == (0x33, 0x66, 0x99)
+    assert json.loads(picture.text["prompt"]) == graph
+    leftovers = [path.name for path in result.video_file.parent.iterdir() if ".part" in path.name]
+    assert leftovers == []
+
+
+def test_an_encoder_that_this_machine_lacks_is_refused_before_the_run(host):
+    lacking = find("mp4 (H.264 NVENC + AAC)")
+    if lacking.why_no_picture(crf=18, preset="medium") is None:
+        pytest.skip("this machine has it")
+    result = save(host, images=image, format=lambda graph: lacking.name)
+    assert result.status == "rejected"
+    assert "the encoder h264_nvenc does not open" in result.error
+    assert "Choose another format." in result.error
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("format", "gif", "There is no video format 'gif'"),
+        ("crf", 52, "crf must be between 0 (best) and 51"),
+        ("encoder_preset", "warp", "encoder preset 'warp' is none of"),
+        ("save_to", "desk", "save_to"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_the_run(host, name, value, words):
+    result = save(host, images=image, **{name: lambda graph: value})
+    assert result.status == "rejected"
+    assert words in result.error
+
+
+def test_not_a_number_in_a_graph_becomes_null_in_the_tags(host):
+    graph = Graph()
+    # a colour of its own: ComfyUI would answer a graph that it knows from its cache
+    add_saver(graph, images=image(graph, color=0x010203))
+    graph["1"]["_meta"] = {"title": "x", "score": float("nan"), "list": [float("inf"), 1.5]}
+    result = host.run(graph)
+    assert result.status == "success", result.error
+    meta = tags_of(result.video_file)["prompt"]["1"]["_meta"]
+    assert (meta["score"], meta["list"]) == (None, [None, 1.5])
+
+
+def test_a_save_that_fails_keeps_the_images_for_the_next_run(host):
+    graph = Graph()
+    link = image(graph, color=0x445566)
+    add_saver(graph, images=link, filename_prefix="nox_blocked/test")
+    blocker = host.output / "nox_blocked"
+    blocker.write_text("a file where the folder should be")
+    result = host.run(graph)
+    assert result.status == "error"
+    assert "The folder for nox_blocked/test could not be made" in result.error
+    assert blocker.read_text() == "a file where the folder should be"
+    blocker.unlink()
+    again = host.run(graph)
+    assert again.status == "success", again.error
+    assert link[0] in again.cached
+
+
+def test_disable_metadata_keeps_everything_out_of_both_files(discreet_host):
+    graph = Graph()
+    add_saver(graph, images=image(graph), first_frame_png=True)
+    result = discreet_host.run(graph)
+    assert result.status == "success", result.error
+    assert tags_of(result.video_file) == {}
+    assert Image.open(result.video_file.with_suffix(".png")).text == {}
+
+
+def test_a_prompt_from_before_the_newer_inputs_runs_as_it_was(host):
+    graph = Graph()
+    old = {"fps": 24.0, "filename_prefix": "nox/old", "format": "mp4 (H.264 + AAC)", "crf": 18}
+    graph.add("NoxSaveVideo", images=image(graph, color=0x778899), save_metadata=True, **old)
+    result = host.run(graph)
+    assert result.status == "success", result.error
+    assert streams_of(result.video_file) == {"video": 3}

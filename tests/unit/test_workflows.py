@@ -48,7 +48,17 @@ NOX_WIDGETS = {
         "on_unknown_geometry",
         "route_references",
     ],
-    "NoxSaveVideo": ["fps", "filename_prefix", "format", "crf", "save_metadata"],
+    "NoxSaveVideo": [
+        "fps",
+        "filename_prefix",
+        "format",
+        "crf",
+        "save_metadata",
+        "save_to",
+        "encoder_preset",
+        "dither",
+        "first_frame_png",
+    ],
 }
 FILES = {
     "diffusion_models": "minimax_h3_fl2va_pruned_int8_convrot.safetensors",
@@ -194,7 +204,8 @@ def test_defaults(workflow):
     files = [FILES["diffusion_models"], "default", FILES["loras"], 1]
     assert values["NoxLoadH3"] == files
     assert values["NoxAttention"] == ["sage", 15, "windows", "accurate", 0, "error", False]
-    assert values["NoxSaveVideo"] == [24, "video/Nox_H3", "mp4 (H.264 + AAC)", 18, True]
+    saved = [24, "video/Nox_H3", "mp4 (H.264 + AAC)", 18, True, "output", "medium", False, False]
+    assert values["NoxSaveVideo"] == saved
     assert workflow.only("CLIPLoader")["widgets_values"] == [
         FILES["text_encoders"],
         "minimax",

@@ -39,6 +39,7 @@ class Result:
         outputs: Node id -> what its node shows.
         log: Nox's and the probes' lines while it ran, without level and colour.
         loads: Classes of the models that had to be loaded, in this order.
+        cached: Ids of the nodes that did not run, for ComfyUI kept what they gave.
     """
 
     status: str
@@ -47,6 +48,7 @@ class Result:
     log: list[str]
     folder: Path = field(repr=False)
     loads: list[str] = field(default_factory=list)
+    cached: list[str] = field(default_factory=list)
 
     def shown(self, name: str) -> list:
         """What the only node that shows `name` shows."""
@@ -119,7 +121,7 @@ class Host:
         base: Path,
         environment: dict[str, str],
         # keeps the nodes of earlier graphs, so that what they hold may turn out to be stale
-        cache: tuple[str, ...] = ("--cache-lru", "100"),
+        options: tuple[str, ...] = ("--cache-lru", "100"),
     ):
         self.base = base
         self.output = base / "output"
@@ -128,7 +130,7 @@ class Host:
         command = [python, HERE / "host_launch.py", checkout, "--cpu", "--listen", "127.0.0.1"]
         command += ["--port", self.port, "--base-directory", base, "--disable-api-nodes"]
         command += ["--database-url", "sqlite:///:memory:", "--disable-auto-launch"]
-        command += cache
+        command += options
         # what ComfyUI picks on CUDA; on the CPU it would pick sub-quadratic attention
         command += ["--use-pytorch-cross-attention"]
         with self.log_file.open("wb") as log:
@@ -236,6 +238,7 @@ class Host:
                     self.lines_since(start),
                     self.output,
                     self._loads_since(start),
+                    _cached(entry["status"]),
                 )
             time.sleep(0.03)
         raise HostError(f"no answer to a prompt:\n{self.log_tail()}")
@@ -258,6 +261,11 @@ def _node_errors(answer: dict) -> str:
         for error in node["errors"]
     ]
     return "\n".join(errors) or str(answer["error"])
+
+
+def _cached(status: dict) -> list[str]:
+    told = [data for event, data in status["messages"] if event == "execution_cached"]
+    return [node for data in told for node in data["nodes"]]
 
 
 def _outcome(status: dict) -> tuple[str, str]:
