@@ -18,6 +18,7 @@ NEEDED = {
     "web/docs/NoxAttention.md",
     "workflows/Nox H3 Text to Video and Audio.json",
     "workflows/Nox H3 Image to Video and Audio.json",
+    "workflows/Nox H3 Continue a Clip.json",
 }
 SUFFIXES = {".cu", ".cuh", ".h", ".js", ".py", ".md", ".json", ".jpg", ".png", ".toml", ".txt", ""}
 MAX_BYTES = 4 << 20

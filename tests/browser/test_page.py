@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from shipped_graphs import IMAGE, TEXT, id_of, make_new, make_small, read
+from comfy_prompts import save_clip
+from shipped_graphs import IMAGE, PROMPTS, TEXT, id_of, make_new, make_small, read
 
 ROOT = Path(__file__).parents[2]
 # one run samples 4 layers x 8 steps
@@ -51,7 +52,7 @@ def add_predictor(page, graph: dict, file: str) -> int:
     return loader
 
 
-@pytest.mark.parametrize("name", [TEXT, IMAGE])
+@pytest.mark.parametrize("name", PROMPTS)
 def test_a_workflow_opens_as_it_was_saved(page, name):
     saved = read(name)
     assert page.load(saved) == []
@@ -63,7 +64,7 @@ def test_a_workflow_opens_as_it_was_saved(page, name):
         assert by_id[node["id"]].get("widgets_values") == node.get("widgets_values"), node["type"]
         if node["type"].startswith("Nox"):
             assert page.widgets(node["id"]) == node["widgets_values_named"]
-    prompt = ROOT / "tests" / "comfy" / "prompts" / f"{'i2v' if name == IMAGE else 't2v'}.json"
+    prompt = ROOT / "tests" / "comfy" / "prompts" / f"{PROMPTS[name]}.json"
     assert page.prompt() == json.loads(prompt.read_text(encoding="utf-8"))
 
 
@@ -144,8 +145,9 @@ def test_budget_and_wires_survive_every_mode_when_promoted_from_a_subgraph(page)
     assert (inputs["mode"], inputs["budget"]) == ("sparse", 37)
 
 
-@pytest.mark.parametrize("name", [TEXT, IMAGE])
-def test_run_saves_a_clip_and_says_what_ran(page, name):
+@pytest.mark.parametrize("name", PROMPTS)
+def test_run_saves_a_clip_and_says_what_ran(page, host, name):
+    save_clip(host.base / "input" / "clip.mp4")
     graph = read(name)
     page.load(graph)
     make_small(page, graph)

@@ -13,13 +13,13 @@ from PIL import Image
 from nox_kernels.video_format import find
 
 
-@pytest.mark.parametrize("name", ["t2v", "i2v"])
-def test_a_shipped_workflow_runs_and_saves_picture_and_sound(host, name):
+@pytest.mark.parametrize(("name", "num_frames"), [("t2v", 22), ("i2v", 22), ("continue", 34)])
+def test_a_shipped_workflow_runs_and_saves_picture_and_sound(host, name, num_frames):
     result = host.run(shipped_prompt(host, name))
     assert result.status == "success", result.error
     counts = streams_of(result.video_file)
-    assert counts["video"] == 22
-    assert counts["audio"] >= 0.95 * 32000 * 22 / 24
+    assert counts["video"] == num_frames
+    assert counts["audio"] >= 0.95 * 32000 * num_frames / 24
     # 8 steps, told by the LoRA's name, of 4 blocks
     assert "32 of 32 attention calls INT8" in result.report
 

@@ -16,7 +16,12 @@ from nox_kernels.sequence import canvas, snap_num_frames
 ROOT = Path(__file__).parents[2]
 TEXT = "Nox H3 Text to Video and Audio"
 IMAGE = "Nox H3 Image to Video and Audio"
-PROMPTS = {TEXT: "t2v", IMAGE: "i2v"}
+CONTINUE = "Nox H3 Continue a Clip"
+PROMPTS = {TEXT: "t2v", IMAGE: "i2v", CONTINUE: "continue"}
+# how many frames of its start a graph takes from an older clip, which it does not save again
+TAKEN = {TEXT: 0, IMAGE: 0, CONTINUE: 22}
+ONLY_NEW = ("Only what is new", "Only what is new (sound)")
+PREFIX = {TEXT: "video/Nox_H3", IMAGE: "video/Nox_H3", CONTINUE: "video/Nox_H3_continued"}
 GROUPS = ["Models", "Prompt and size", "Speed", "Sampling", "Save"]
 CORE_NODES = {
     "BasicGuider",
@@ -24,14 +29,19 @@ CORE_NODES = {
     "CLIPLoader",
     "ComfyMathExpression",
     "GetImageSize",
+    "GetVideoComponents",
+    "ImageFromBatch",
     "KSamplerSelect",
     "LoadImage",
+    "LoadVideo",
     "MarkdownNote",
+    "MiniMaxH3AddGuide",
     "MiniMaxH3ImageToVideo",
     "PrimitiveFloat",
     "PrimitiveInt",
     "RandomNoise",
     "SamplerCustomAdvanced",
+    "TrimAudioDuration",
     "VAEDecode",
     "VAEDecodeAudio",
     "VAELoader",
@@ -96,12 +106,18 @@ class Workflow:
         origin = self.nodes[link[1]]
         return origin["type"], origin["outputs"][link[2]]["name"]
 
+    def wired(self, node: dict, input_name: str) -> dict:
+        """The node wired to an input."""
+        (link_id,) = [i["link"] for i in node["inputs"] if i["name"] == input_name]
+        (origin,) = [link[1] for link in self.graph["links"] if link[0] == link_id]
+        return self.nodes[origin]
+
     def prompt(self) -> dict:
         file = ROOT / "tests" / "comfy" / "prompts" / f"{PROMPTS[self.name]}.json"
         return json.loads(file.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(params=[TEXT, IMAGE])
+@pytest.fixture(params=list(PROMPTS))
 def workflow(request) -> Workflow:
     return Workflow(request.param)
 
@@ -204,7 +220,8 @@ def test_defaults(workflow):
     files = [FILES["diffusion_models"], "default", FILES["loras"], 1]
     assert values["NoxLoadH3"] == files
     assert values["NoxAttention"] == ["sage", 15, "windows", "accurate", 0, "error", False]
-    saved = [24, "video/Nox_H3", "mp4 (H.264 + AAC)", 18, True, "output", "medium", False, False]
+    prefix = PREFIX[workflow.name]
+    saved = [24, prefix, "mp4 (H.264 + AAC)", 18, True, "output", "medium", False, False]
     assert values["NoxSaveVideo"] == saved
     assert workflow.only("CLIPLoader")["widgets_values"] == [
         FILES["text_encoders"],
@@ -226,9 +243,14 @@ def test_scheduler_and_guider_take_the_patched_model_and_the_steps_of_the_lora(w
 
 
 def test_picture_and_sound_reach_the_saver(workflow):
-    saver = workflow.only("NoxSaveVideo")
-    assert workflow.source(saver, "images") == ("VAEDecode", "IMAGE")
-    assert workflow.source(saver, "audio") == ("VAEDecodeAudio", "AUDIO")
+    pictures = sounds = workflow.only("NoxSaveVideo")
+    if TAKEN[workflow.name]:
+        pictures, sounds = (workflow.titled(title) for title in ONLY_NEW)
+        assert workflow.source(pictures, "image") == ("VAEDecode", "IMAGE")
+        assert workflow.source(sounds, "audio") == ("VAEDecodeAudio", "AUDIO")
+    else:
+        assert workflow.source(pictures, "images") == ("VAEDecode", "IMAGE")
+        assert workflow.source(sounds, "audio") == ("VAEDecodeAudio", "AUDIO")
     for kind, file in (("VAEDecode", FILES["vae"]), ("VAEDecodeAudio", FILES["audio vae"])):
         (link_id,) = [i["link"] for i in workflow.only(kind)["inputs"] if i["name"] == "vae"]
         (link,) = [link for link in workflow.graph["links"] if link[0] == link_id]
@@ -327,10 +349,11 @@ def compute(expression: str, **names):
 
 @pytest.mark.parametrize("seconds", [0.1, 1, 4, 5, 5.0001, 7.5, 10, 15, 20])
 def test_duration_becomes_a_legal_number_of_frames(workflow, seconds):
-    (expression,) = workflow.titled("Frames (24 per second)")["widgets_values"]
+    h3 = workflow.only("MiniMaxH3ImageToVideo")
+    (expression,) = workflow.wired(h3, "length")["widgets_values"]
     num_frames = compute(expression, a=seconds)
-    assert num_frames == snap_num_frames(max(5, round(seconds * 24)))
-    assert workflow.source(workflow.only("MiniMaxH3ImageToVideo"), "length") == (
+    assert num_frames == snap_num_frames(max(5, round(seconds * 24) + TAKEN[workflow.name]))
+    assert workflow.source(h3, "length") == (
         "ComfyMathExpression",
         "INT",
     )
@@ -373,3 +396,36 @@ def test_canvas_is_the_official_one_for_any_picture():
 def test_short_edge_scales_the_canvas():
     assert picture_canvas(1920, 1080, short_edge=512) == (896, 512)
     assert picture_canvas(768, 768, short_edge=512) == (512, 512)
+
+
+# ---- the clip that goes on -----------------------------------------------------------------------
+
+
+def clip_canvas(width: int, height: int, short_edge: int) -> tuple[int, int]:
+    workflow = Workflow(CONTINUE)
+    return tuple(
+        compute(workflow.titled(side)["widgets_values"][0], a=width, b=height, c=short_edge)
+        for side in ("Width", "Height")
+    )
+
+
+def test_a_clip_that_goes_on_keeps_its_size():
+    assert clip_canvas(1344, 768, 768) == (1344, 768)
+    assert clip_canvas(512, 896, 768) == (512, 896)
+    assert clip_canvas(1920, 1080, 768) == (1376, 768)
+    assert clip_canvas(20, 20, 768) == (32, 32)
+
+
+def test_the_last_frames_and_their_sound_guide_the_first_and_are_not_saved_again():
+    workflow = Workflow(CONTINUE)
+    guide = workflow.only("MiniMaxH3AddGuide")
+    pictures, sound = workflow.wired(guide, "image"), workflow.wired(guide, "audio")
+    assert guide["widgets_values"] == [0]
+    assert pictures["widgets_values"] == [-22, 22]
+    assert sound["widgets_values"] == [-0.92, 0.92]  # seconds, in the widget's steps of 0.01
+    assert workflow.source(pictures, "image") == ("GetVideoComponents", "images")
+    assert workflow.source(sound, "audio") == ("GetVideoComponents", "audio")
+    assert workflow.source(workflow.only("BasicGuider"), "conditioning")[0] == "MiniMaxH3AddGuide"
+    new_pictures, new_sound = (workflow.titled(title) for title in ONLY_NEW)
+    assert new_pictures["widgets_values"][0] == 22
+    assert new_sound["widgets_values"][0] == 0.92

@@ -7,6 +7,8 @@ from pathlib import Path
 WORKFLOWS = Path(__file__).parents[3] / "workflows"
 TEXT = "Nox H3 Text to Video and Audio"
 IMAGE = "Nox H3 Image to Video and Audio"
+CONTINUE = "Nox H3 Continue a Clip"
+PROMPTS = {TEXT: "t2v", IMAGE: "i2v", CONTINUE: "continue"}
 # another one for each run, or the second would come from the cache
 _seeds = itertools.count(1)
 
@@ -39,7 +41,11 @@ def make_small(page, graph: dict) -> None:
     page.set(id_titled(graph, "Video VAE"), "vae_name", "tiny_h3_video_vae.safetensors")
     page.set(id_titled(graph, "Audio VAE"), "vae_name", "tiny_h3_audio_vae.safetensors")
     page.set(id_titled(graph, "Duration (seconds)"), "value", 0.9)
-    if any(node["type"] == "LoadImage" for node in graph["nodes"]):
+    kinds = {node["type"] for node in graph["nodes"]}
+    if "LoadVideo" in kinds:
+        page.set(id_of(graph, "LoadVideo"), "file", "clip.mp4")
+        page.set(id_titled(graph, "Short edge at most"), "value", 192)
+    elif "LoadImage" in kinds:
         page.set(id_titled(graph, "Short edge (768 = official)"), "value", 192)
     else:
         h3 = id_of(graph, "MiniMaxH3ImageToVideo")
