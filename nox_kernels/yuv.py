@@ -16,6 +16,7 @@ _CHROMA = 112.0 * np.array(  # [3, 2]: blue and red difference
         [1.0, -_BLUE / (1 - _RED)],
     ]
 )
+_BAND_ROWS = 64  # converted at a time: floats of a whole frame would be 50 MB at 1920x1088
 _LUMA_BLACK, _CHROMA_ZERO = 16.0, 128.0  # levels of 8 bits
 
 
@@ -63,27 +64,40 @@ def to_planes(rgb: np.ndarray, pixel_format: PixelFormat, *, dither: bool) -> li
         [H, W] and twice [H / shared_rows, W / shared_columns], uint8 or uint16.
     """
     height, width = rgb.shape[:2]
+    dtype = np.uint8 if pixel_format.bits == 8 else np.uint16
+    chroma_shape = height // pixel_format.shared_rows, width // pixel_format.shared_columns
+    planes = [np.empty(shape, dtype) for shape in ((height, width), chroma_shape, chroma_shape)]
+    for start in range(0, height, _BAND_ROWS):
+        band = _band(rgb[start : start + _BAND_ROWS], pixel_format)
+        for plane, (samples, zero) in zip(planes, band, strict=True):
+            first = start * len(plane) // height
+            _round_into(plane[first : first + len(samples)], samples, zero, dither)
+    return planes
+
+
+def _band(rgb: np.ndarray, pixel_format: PixelFormat) -> list[tuple[np.ndarray, float]]:
+    """Samples of the three planes of some rows, around 0, and the level of that 0."""
+    height, width = rgb.shape[:2]
     step = float(1 << (pixel_format.bits - 8))  # levels in a level of 8 bits
     rows, columns = pixel_format.shared_rows, pixel_format.shared_columns
     luma = rgb.reshape(-1, 3) @ (step * _LUMA).astype(np.float32)  # [H * W]
-
     sums = rgb if rows == 1 else rgb[0::2] + rgb[1::2]
     mix = np.tile(step * _CHROMA / (rows * columns), (columns, 1)).astype(np.float32)
     chroma = sums.reshape(-1, 3 * columns) @ mix  # [samples, 2]
-    chroma = chroma.T.reshape(2, height // rows, width // columns)
-    planes = [(luma.reshape(height, width), _LUMA_BLACK), *((c, _CHROMA_ZERO) for c in chroma)]
-    return [_rounded(plane, step * zero, pixel_format.bits, dither) for plane, zero in planes]
+    blue, red = chroma.T.reshape(2, height // rows, width // columns)
+    luma_zero, chroma_zero = step * _LUMA_BLACK, step * _CHROMA_ZERO
+    return [(luma.reshape(height, width), luma_zero), (blue, chroma_zero), (red, chroma_zero)]
 
 
-def _rounded(plane: np.ndarray, zero: float, bits: int, dither: bool) -> np.ndarray:
-    """The plane, moved to its zero, in whole levels; it holds none below 0."""
-    # The conversion to integers cuts off, so half a level is added.
+def _round_into(out: np.ndarray, samples: np.ndarray, zero: float, dither: bool) -> None:
+    """The samples, moved to their zero, in whole levels; none lies below 0."""
+    # The conversion to integers cuts off, so half a level is added. Bands start at multiples of 8
+    # rows in every plane, so the pattern goes on from one to the next.
     shift = np.float32(zero + 0.5)
-    moved = plane + shift if not dither else plane + (shift + _pattern(*plane.shape))
-    return moved.astype(np.uint8 if bits == 8 else np.uint16)
+    out[:] = samples + (shift + _pattern(*samples.shape) if dither else shift)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def _pattern(height: int, width: int) -> np.ndarray:
     """[height, width] of Bayer's 8x8 order, -0.5 < x < 0.5."""
     order = np.zeros((1, 1))

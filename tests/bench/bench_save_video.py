@@ -1,0 +1,122 @@
+"""Time and extra memory of saving one long clip: Nox beside ComfyUI's own saver, same settings.
+
+Linux only (peak memory is read from /proc). Run it with the Python of ComfyUI's environment:
+
+    COMFYUI/venv/bin/python tests/bench/bench_save_video.py --comfyui COMFYUI [--frames 481]
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+HEIGHT, WIDTH, FPS, CRF, SAMPLE_RATE = 1088, 1920, 24, 18, 32000
+MIB = 1 << 20
+
+
+def clip(num_frames: int, num_moving: int) -> torch.Tensor:
+    """[F, H, W, 3]: one frame expanded with stride 0, or that many frames that move and differ."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.linspace(0, 1, WIDTH)
+    column = torch.linspace(0, 1, HEIGHT)[:, None]
+    still = torch.stack([row.expand(HEIGHT, -1), column.expand(-1, WIDTH), row * column], dim=-1)
+    still += 0.02 * torch.randn(HEIGHT, WIDTH, 3, generator=generator)
+    still.clamp_(0, 1)
+    if num_moving:
+        return torch.stack([still.roll(7 * frame_idx, dims=1) for frame_idx in range(num_moving)])
+    return still.expand(num_frames, -1, -1, -1)
+
+
+def tone(num_frames: int) -> torch.Tensor:
+    """[1, 2, L]"""
+    time_s = torch.arange(round(num_frames / FPS * SAMPLE_RATE)) / SAMPLE_RATE
+    return (0.3 * torch.sin(2 * math.pi * 440 * time_s)).expand(1, 2, -1).contiguous()
+
+
+def save_by_nox(path: str, frames: torch.Tensor, waveform: torch.Tensor) -> None:
+    """As Nox Save Video does by default."""
+    from nox_kernels.sound import Audio
+    from nox_kernels.video import write_video
+
+    write_video(path, frames, Audio(waveform, SAMPLE_RATE), fps=FPS, crf=CRF)
+
+
+def save_by_core(path: str, frames: torch.Tensor, waveform: torch.Tensor) -> None:
+    """As Save Video of ComfyUI does with the same encoder, crf and preset."""
+    from comfy_api.latest._input_impl.video_types import VideoFromComponents
+    from comfy_api.latest._util.video_types import VideoCodec, VideoComponents, VideoContainer
+
+    audio = {"waveform": waveform, "sample_rate": SAMPLE_RATE}
+    video = VideoFromComponents(VideoComponents(images=frames, audio=audio, frame_rate=FPS))
+    video.save_to(path, format=VideoContainer.MP4, codec=VideoCodec.H264, crf=CRF)
+
+
+SAVERS = {"core": save_by_core, "nox": save_by_nox}
+
+
+def memory_bytes(name: str) -> int:
+    """VmRSS or VmHWM of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
+
+
+def measure(saver: str, comfyui: str, num_frames: int, num_moving: int) -> dict:
+    """One save in this process, after a short one that loads what it needs."""
+    sys.path[:0] = [str(ROOT)] if saver == "nox" else [comfyui]
+    frames = clip(num_frames, num_moving)
+    waveform = tone(len(frames))
+    with tempfile.TemporaryDirectory() as folder:
+        SAVERS[saver](f"{folder}/warm.mp4", frames[:2, :64, :64], waveform[..., :2000])
+        before = memory_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        start = time.perf_counter()
+        SAVERS[saver](f"{folder}/clip.mp4", frames, waveform)
+        seconds = time.perf_counter() - start
+        return {
+            "seconds": seconds,
+            "extra_mib": (memory_bytes("VmHWM") - before) / MIB,
+            "file_mib": Path(folder, "clip.mp4").stat().st_size / MIB,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", required=True, help="folder of ComfyUI")
+    parser.add_argument("--frames", type=int, default=481, help="of one picture, expanded")
+    parser.add_argument("--moving", type=int, default=0, help="frames that move, instead")
+    parser.add_argument("--rounds", type=int, default=2, help="of each saver, in turns")
+    parser.add_argument("--saver", choices=SAVERS, help=argparse.SUPPRESS)  # the child's part
+    asked = parser.parse_args()
+    if asked.saver:
+        print(json.dumps(measure(asked.saver, asked.comfyui, asked.frames, asked.moving)))
+        return
+    found: dict[str, list[dict]] = {saver: [] for saver in SAVERS}
+    for _ in range(asked.rounds):
+        for saver in SAVERS:
+            command = [sys.executable, *sys.argv, "--saver", saver]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[saver].append(json.loads(done.stdout.splitlines()[-1]))
+    num_frames = asked.moving or asked.frames
+    print(f"{num_frames} frames of {WIDTH}x{HEIGHT}, H.264 crf {CRF}, medium, with sound")
+    medians = {}
+    for saver, runs in found.items():
+        medians[saver] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        print(
+            f"{saver:5} {medians[saver]['seconds']:7.1f} s  "
+            f"{medians[saver]['extra_mib']:6.0f} MiB extra memory  "
+            f"{medians[saver]['file_mib']:6.2f} MiB file"
+        )
+    print(f"nox / core: {medians['nox']['seconds'] / medians['core']['seconds']:.2f} of the time")
+
+
+if __name__ == "__main__":
+    main()
