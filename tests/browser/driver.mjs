@@ -56,13 +56,17 @@ const calls = {
     );
   },
 
-  /** Drop a file of the output folder on the page, as if dragged there. */
+  /** Drop a file of the output folder on the canvas, by the event that a browser sends. */
   async drop({ filename, subfolder, type }) {
-    await page.evaluate(async (query) => {
+    const kinds = { mp4: 'video/mp4', mov: 'video/quicktime', mkv: 'video/x-matroska' };
+    await page.evaluate(async ([query, kind]) => {
       const answer = await fetch(`/view?${new URLSearchParams(query)}`);
-      const file = new File([await answer.blob()], query.filename, { type: 'video/mp4' });
-      await app.handleFile(file);
-    }, { filename, subfolder, type });
+      const file = new File([await answer.blob()], query.filename, { type: kind });
+      const dataTransfer = new DataTransfer();
+      dataTransfer.items.add(file);
+      const event = new DragEvent('drop', { dataTransfer, bubbles: true, cancelable: true });
+      app.canvas.canvas.dispatchEvent(event);
+    }, [{ filename, subfolder, type }, kinds[filename.split('.').pop()]]);
     await settle();
   },
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from comfy_files import streams_of
 from comfy_prompts import save_clip
 from shipped_graphs import IMAGE, PROMPTS, TEXT, id_of, make_new, make_small, read
 
@@ -194,15 +195,26 @@ def test_veda_names_the_canvases_it_knows_and_runs_on_one(page):
     assert page.widgets(loader) == {"predictor_name": "tiny.safetensors"}
 
 
-def test_dropping_the_saved_file_brings_the_graph_back(page):
+@pytest.mark.parametrize(
+    "kind", ["mp4 (H.264 + AAC)", "mp4 (H.265 + AAC)", "mov (ProRes 422 HQ + PCM)"]
+)
+def test_dropping_the_saved_file_brings_the_graph_back(page, host, kind):
     graph = read(TEXT)
     page.load(graph)
     make_small(page, graph)
     make_new(page, graph)
+    saver = id_of(graph, "NoxSaveVideo")
+    chosen = {"format": kind, "crf": 21, "encoder_preset": "veryfast", "dither": True}
+    for name, value in chosen.items():
+        page.set(saver, name, value)
     ran = page.graph()
+    before = set(host.output.rglob("*"))
     result = page.run()
     assert result["status"] == "success", result["error"]
-    (saved,) = result["outputs"][str(id_of(graph, "NoxSaveVideo"))]["images"]
+    (file,) = (path for path in set(host.output.rglob("*")) - before if path.is_file())
+    assert streams_of(file).keys() == {"video", "audio"}
+    folder = file.parent.relative_to(host.output).as_posix()
+    saved = {"filename": file.name, "subfolder": folder, "type": "output"}
     page.load(read(IMAGE))
     assert wires(page.graph()) != wires(ran)
     page.drop(saved)
@@ -212,6 +224,28 @@ def test_dropping_the_saved_file_brings_the_graph_back(page):
         {node["id"]: node.get("widgets_values") for node in graph["nodes"]} for graph in (now, ran)
     )
     assert values == expected
+    assert page.widgets(saver).items() >= chosen.items()
+
+
+def test_a_saver_from_before_the_newer_widgets_opens_unshifted(page):
+    graph = read(TEXT)
+    saver = id_of(graph, "NoxSaveVideo")
+    (node,) = (node for node in graph["nodes"] if node["id"] == saver)
+    node["inputs"] = node["inputs"][:8]  # three sockets and five widgets
+    node["widgets_values"] = [12, "video/old", "mp4 (H.264 + AAC)", 30, False]
+    del node["widgets_values_named"]
+    page.load(graph)
+    assert page.widgets(saver) == {
+        "fps": 12,
+        "filename_prefix": "video/old",
+        "format": "mp4 (H.264 + AAC)",
+        "crf": 30,
+        "save_metadata": False,
+        "save_to": "output",
+        "encoder_preset": "medium",
+        "dither": False,
+        "first_frame_png": False,
+    }
 
 
 def test_run_reports_from_inside_a_subgraph(page):
