@@ -255,8 +255,9 @@ def _to_yuv(frame: Tensor, frame_idx: int, clip: _Clip) -> tuple[object, bool]:
         lines = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)
         lines[:, :line_bytes] = samples.view(np.uint8)
     # ProRes takes the tags from here, the others from the stream.
-    picture.color_primaries = picture.color_trc = picture.colorspace = _BT709
-    picture.color_range = _LIMITED_RANGE
+    picture.colorspace, picture.color_range = _BT709, _LIMITED_RANGE
+    with contextlib.suppress(AttributeError):  # PyAV 16 has no such tags of a frame
+        picture.color_primaries = picture.color_trc = _BT709
     picture.pts = frame_idx
     picture.time_base = 1 / clip.rate
     return picture, all_finite

@@ -27,6 +27,12 @@ FFV1 = "mkv (FFV1 + FLAC)"
 COLOURS = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1.0]])
 
 
+reads_tags = pytest.mark.skipif(
+    not hasattr(av.VideoFrame, "color_primaries"),
+    reason="this PyAV (16.0) converts every file by BT.601, whatever its tags say",
+)
+
+
 @pytest.fixture(params=list(formats()))
 def kind(request):
     if request.param not in HERE:
@@ -177,6 +183,7 @@ def test_greys_come_back_within_two_levels(tmp_path, kind):
         Path(written.path).unlink()
 
 
+@reads_tags
 def test_saturated_bars_come_back_within_two_levels(tmp_path, kind):
     frames = COLOURS.repeat_interleave(64, dim=0).expand(3, 96, 384, 3)
     error = np.abs(decode(save(tmp_path, kind, frames).path) - 255.0 * frames.numpy())
@@ -186,6 +193,7 @@ def test_saturated_bars_come_back_within_two_levels(tmp_path, kind):
     assert error.mean() <= 2
 
 
+@reads_tags
 def test_colour_tags_read_back_as_written(tmp_path, kind):
     written = save(tmp_path, kind, solid(0.5))
     with av.open(written.path) as container:
@@ -201,11 +209,13 @@ def test_colour_tags_read_back_as_written(tmp_path, kind):
         assert kind.video.tag in ("", context.codec_tag)
 
 
+@reads_tags
 def test_a_clean_clip_keeps_42_db_at_the_defaults(tmp_path, kind):
     frames = clean_clip()
     assert psnr(decode(save(tmp_path, kind, frames).path), frames) >= 42
 
 
+@reads_tags
 @pytest.mark.parametrize("dither", [False, True])
 def test_five_rounds_drift_at_most_three_levels(tmp_path, kind, dither):
     first = clean_clip(3, 128, 256)
