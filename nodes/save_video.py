@@ -83,7 +83,8 @@ class NoxSaveVideo(io.ComfyNode):
                     "format",
                     options=list(formats()),
                     tooltip="Kind of file. mp4 H.264 plays everywhere; H.265 is smaller and plays "
-                    "on newer devices; mkv FFV1 loses nothing and is large. NVENC needs an NVIDIA "
+                    "on newer devices; mkv FFV1 is for archives: large, and the page reads no "
+                    "workflow back from it. NVENC needs an NVIDIA "
                     "GPU that encodes video; what does not work here is refused before the run.",
                 ),
                 io.Int.Input(
