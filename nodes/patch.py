@@ -1,4 +1,4 @@
-"""Patch: puts our hooks on a model clone and checks for conflicts; nothing else touches a model.
+"""Patch: puts our hooks on a model clone; nothing else touches a model.
 
 A block patch (`patches_replace / dit / double_block`) scopes an attention override to one block
 call; two wrappers tell it where the run stands. All are ComfyUI's public hooks and live on the
@@ -6,7 +6,6 @@ clone only.
 """
 
 import logging
-import re
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,8 @@ from ..nox_kernels.errors import RequestError
 from ..nox_kernels.layer_plan import LayerPlan
 from ..nox_kernels.plan import Plan
 from ..nox_kernels.request import DenseRequest
-from . import h3_sequence, status
+from . import conflicts, h3_sequence, status
+from .conflicts import OVERRIDE
 from .prompt import attention_node
 from .report_store import keep_report
 from .run import Run
@@ -33,14 +33,18 @@ DENSE_REQUEST = "nox_dense_request"  # attachment: what Nox Dense Steps and Bloc
 RUN = "nox_run"  # transformer option: the run, set at its start
 FORWARD = "nox_forward"  # transformer option: the model evaluation
 PREDICTOR = "nox_veda"  # additional model: what scores tiles in mode veda
-OVERRIDE = "optimized_attention_override"
 
 
 def apply_attention(model, session: Session | None):
     """A clone of a MODEL whose attention is a session's; None leaves the host's own.
 
     The last Nox H3 Attention of a chain wins.
+
+    Raises:
+        RequestError: A patch on the model keeps Nox from running.
     """
+    if session is not None:
+        conflicts.refuse(model.object_patches, model.model_options)
     clone = model.clone()
     clone.remove_attachments(SESSION)
     if session is not None:
@@ -89,7 +93,7 @@ def check_at_start(model, check: Callable[[bool], None]):
 def _install(clone) -> None:
     """Bring the hooks of a clone in line with its attachments."""
     session = clone.get_attachment(SESSION)
-    blocks = _block_patches(clone.model_options["transformer_options"])
+    blocks = conflicts.block_patches(clone.model_options["transformer_options"])
     for name, patch in list(blocks.items()):
         if isinstance(patch, BlockPatch):
             if patch.previous is None:
@@ -113,10 +117,6 @@ def _install(clone) -> None:
         clone.set_model_patch_replace(patch, "dit", "double_block", layer_idx)
 
 
-def _block_patches(transformer_options: dict) -> dict:
-    return transformer_options.get("patches_replace", {}).get("dit", {})
-
-
 # ---- where the run stands ------------------------------------------------------------------------
 
 
@@ -132,7 +132,9 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
         )
         return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     options = guider.model_options["transformer_options"]  # a copy for this run
-    _refuse_conflicts(session, options)
+    # nodes behind Nox H3 Attention have done their part by now
+    conflicts.refuse(patcher.object_patches, guider.model_options)
+    _refuse_lost_blocks(session, options)
     node_id = attention_node(session.node_id)
     _refuse_geometry(session, node_id, kwargs.get("latent_shapes"))
     run = Run.start(
@@ -155,21 +157,18 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
             status.report(node_id, report)
 
 
-def _refuse_conflicts(session: Session, options: dict) -> None:
+def _refuse_lost_blocks(session: Session, options: dict) -> None:
     """Stop before the first step if our block patches cannot be reached."""
-    blocks = _block_patches(options)
+    blocks = conflicts.block_patches(options)
     for layer_idx in range(session.shape.num_layers):
-        outermost = patch = blocks.get(("double_block", layer_idx))
-        while patch is not None and getattr(patch, "session", None) is not session:
-            patch = getattr(patch, "previous", None)
-        if patch is None:
-            module = getattr(outermost, "__module__", None) or "unknown"
-            owner = re.split(r"custom_nodes[\\/]", module)[-1]
-            raise RequestError(
-                f"Another node replaced block {layer_idx} of this model after Nox H3 Attention "
-                f"(its code: {owner}), so Nox would not run. Move that node before Nox H3 "
-                f"Attention, or remove one of the two."
-            )
+        outermost = blocks.get(("double_block", layer_idx))
+        if any(getattr(patch, "session", None) is session for patch in conflicts.chain(outermost)):
+            continue
+        raise RequestError(
+            f"Another node replaced block {layer_idx} of this model after Nox H3 Attention "
+            f"(its code: {conflicts.owner_of(outermost)}), so Nox would not run. Move that node "
+            f"before Nox H3 Attention, or remove one of the two."
+        )
 
 
 def _refuse_geometry(session: Session, node_id: str, latent_shapes: list | None) -> None:
