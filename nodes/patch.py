@@ -150,7 +150,8 @@ def _outer_sample(executor, noise, latent_image, sampler, sigmas, *args, **kwarg
         samples = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
         run.wait_for_times()
         return samples
-    finally:
+    finally:  # also after an interrupt and after an error
+        options.pop(RUN, None)
         report = run.finish()
         if report is not None:
             keep_report(report)

@@ -24,6 +24,8 @@ from .session import Session
 
 log = logging.getLogger("nox")
 
+MAX_PLANS = 16  # lengths of one run that are remembered: each prompt has its own, and each device
+
 
 @dataclass(eq=False)
 class Run:
@@ -84,13 +86,17 @@ class Run:
         sequence = sequence_of(layout)
         key = (sequence.key, device)
         with self._lock:
-            if key not in self._plans:
-                plan = self._plans[key] = self._make_plan(sequence, device)
+            plan = self._plans.pop(key, None)
+            if plan is None:
+                plan = self._make_plan(sequence, device)
                 for warning in plan.warnings:
                     self.warn(warning)
                 if plan.veda_plan is not None:
                     self.veda = VedaUse.of(plan, self.session.predictor.model.info)
-            return self._plans[key]
+            self._plans[key] = plan  # the latest one is the last
+            while len(self._plans) > MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            return plan
 
     def _make_plan(self, sequence: Sequence, device: torch.device) -> Plan:
         session = self.session
@@ -178,8 +184,9 @@ class Run:
         )
 
     def finish(self) -> Report | None:
-        """The report of the run; None if the model was never evaluated."""
+        """Let go of what the run made, and report it; None if the model was never evaluated."""
         self._plans.clear()
+        self._refusals.clear()
         if not self.log.num_evaluations:
             return None
         return Report(

@@ -16,7 +16,7 @@ import comfy.text_encoders.llama
 import comfy.text_encoders.qwen3vl
 from comfy_api.latest import ComfyExtension
 
-from . import peers, probes, sources
+from . import peers, probes, sources, states
 
 SIZES = json.loads((Path(__file__).parent / "sizes.json").read_text(encoding="utf-8"))
 
@@ -80,7 +80,7 @@ class TinyH3Extension(ComfyExtension):
 
     async def get_node_list(self):
         """Every node."""
-        return [*sources.NODES, *probes.NODES, *peers.NODES]
+        return [*sources.NODES, *probes.NODES, *peers.NODES, *states.NODES]
 
 
 async def comfy_entrypoint():
