@@ -136,6 +136,8 @@ class Report:
         asked, others = set(), set()
         for evaluation in self.evaluations:
             kinds = {call[0] for call in evaluation.calls if call is not None}
+            if not kinds:  # a cache answered in the model's place
+                continue
             (asked if self.kind in kinds else others).add(evaluation.step_idx + 1)
         return sorted(others - asked)
 

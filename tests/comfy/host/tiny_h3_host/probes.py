@@ -112,6 +112,12 @@ class BlockProbe:
             wrapped = AttentionProbe(self.attention, options.get(OVERRIDE))
             inner = {**args, "transformer_options": {**options, OVERRIDE: wrapped}}
         out = self.previous(inner, extra) if self.previous else extra["original_block"](inner)
+        layer_idx = getattr(self.previous, "layer_idx", None)  # of Nox's patch below this one
+        if layer_idx is not None and "nox_forward" in options:
+            evaluation = options["nox_forward"].evaluation
+            call = evaluation.calls[layer_idx]
+            if call is not None:  # else that patch is of a Nox node that another one replaced
+                log.info("probe %s: step %d ran %s", self.label, evaluation.step_idx, call[0])
         if self.foreign_calls:
             # as a control tower does: as many rows as the block's own call
             self._call_foreign(options, rows=args["img"].shape[0])
