@@ -16,7 +16,7 @@ import comfy.text_encoders.llama
 import comfy.text_encoders.qwen3vl
 from comfy_api.latest import ComfyExtension
 
-from . import peers, probes, sources, states
+from . import newer_core, peers, probes, sources, states
 
 SIZES = json.loads((Path(__file__).parent / "sizes.json").read_text(encoding="utf-8"))
 
@@ -80,7 +80,8 @@ class TinyH3Extension(ComfyExtension):
 
     async def get_node_list(self):
         """Every node."""
-        return [*sources.NODES, *probes.NODES, *peers.NODES, *states.NODES]
+        nodes = [sources.NODES, probes.NODES, peers.NODES, states.NODES, newer_core.NODES]
+        return [node for group in nodes for node in group]
 
 
 async def comfy_entrypoint():
