@@ -39,10 +39,15 @@ def save_clip(path: Path, num_frames: int = 30) -> None:
 
 def shipped_prompt(host: Host, name: str) -> graphs.Graph:
     """The prompt of a shipped workflow by its file, on the canvas `graphs.SHIPPED`."""
+    return small_prompt(host, FOLDER / f"{name}.json")
+
+
+def small_prompt(host: Host, file: Path) -> graphs.Graph:
+    """A prompt's file with the tiny models, on that canvas."""
     inputs_folder = host.base / "input"
     Image.new("RGB", (160, 120), "teal").save(inputs_folder / "keyframe.png")
     save_clip(inputs_folder / "clip.mp4")
-    prompt = graphs.Graph(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
+    prompt = graphs.Graph(json.loads(file.read_text(encoding="utf-8")))
     for node in prompt.values():
         inputs = node["inputs"]
         for field, value in inputs.items():
