@@ -7,6 +7,7 @@ in one process.
 Environment:
     COMFYUI_DIR   ComfyUI's folder; else ~/comfy/ComfyUI
     COMFYUI_VENV  its virtual environment; else .venv or venv in that folder
+    COMFYUI_PEERS other packs, for the tests beside them; else that ComfyUI's custom_nodes
 """
 
 import json
@@ -33,6 +34,7 @@ from nox_kernels.veda.bundle import write_bundle  # noqa: E402
 from nox_kernels.veda.synthetic import random_bundle, random_plan  # noqa: E402
 
 FOLDER = "nox-h3"
+PEERS = ("ComfyUI-KJNodes", "H3-Optimizations")  # that Nox is tested beside, where installed
 
 
 def pytest_collection_modifyitems(items):
@@ -113,6 +115,26 @@ def _make_base_beside(host: Host, tmp_path_factory) -> Path:
     base = _make_base(tmp_path_factory)
     (base / "models").symlink_to(host.base / "models", target_is_directory=True)
     return base
+
+
+@pytest.fixture(scope="session")
+def peer_host(host, comfyui, venv_python, host_environment, tmp_path_factory):
+    """Another one, with the packs of PEERS that are installed; without one the tests are skipped."""
+    chosen = _environment().get("COMFYUI_PEERS")
+    folder = Path(chosen).expanduser() if chosen else comfyui / "custom_nodes"
+    found = [name for name in PEERS if (folder / name).is_dir()]
+    if not found:
+        pytest.skip(f"none of {', '.join(PEERS)} in {folder}; set COMFYUI_PEERS to their folder")
+    base = _make_base(tmp_path_factory)
+    (base / "models").symlink_to(host.base / "models", target_is_directory=True)
+    for name in found:
+        (base / "custom_nodes" / name).symlink_to(folder / name, target_is_directory=True)
+    running = Host(comfyui, venv_python, base, host_environment)
+    try:
+        running.wait_until_up()
+        yield running
+    finally:
+        running.stop()
 
 
 def _make_base(tmp_path_factory) -> Path:
