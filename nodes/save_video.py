@@ -27,6 +27,7 @@ _BOTH_INPUTS = (
     "Nox Save Video has both images and a video connected; disconnect one, so that it is clear "
     "which to save."
 )
+_DEFAULT_PREFIX = "video/Nox_H3"
 _UNWIRED = object()
 _NO_INPUT = "Nox Save Video has nothing to save; connect either images or a video."
 
@@ -75,7 +76,7 @@ class NoxSaveVideo(io.ComfyNode):
                 ),
                 io.String.Input(
                     "filename_prefix",
-                    default="video/Nox_H3",
+                    default=_DEFAULT_PREFIX,
                     tooltip="Where to save in the output folder; a / makes a folder. May hold "
                     "%date:yyyy-MM-dd% or values of other nodes such as %KSampler.seed%.",
                 ),
@@ -200,15 +201,18 @@ class NoxSaveVideo(io.ComfyNode):
         """Write the file; everything worth knowing about it goes onto the node."""
         images, audio, fps = _frames_sound_and_rate(images, video, audio, fps)
         prompt, extra = cls.hidden.prompt or {}, cls.hidden.extra_pnginfo or {}
+        file_warnings: list[str] = []
         lines, reports = lines_and_reports(prompt, cls.hidden.unique_id)
         metadata = {}
         if save_metadata and not args.disable_metadata:
-            metadata = _metadata(prompt, extra, [report.as_dict() for report in reports])
+            reported = [report.as_dict() for report in reports]
+            metadata = _metadata(prompt, extra, reported, file_warnings)
 
         prefix = resolve_prefix(filename_prefix, prompt, extra.get("workflow"), datetime.now())
         fault = why_not(prefix)
-        if fault is not None:
-            raise RequestError(fault)
+        if fault is not None:  # what its tokens became: no reason to lose the clip
+            prefix = _DEFAULT_PREFIX
+            file_warnings.append(f"{fault} The video was saved under {prefix} instead.")
         video_format = find(format)
         written, subfolder = _write_next(
             prefix,
@@ -223,7 +227,7 @@ class NoxSaveVideo(io.ComfyNode):
             metadata=metadata,
             progress=ProgressBar(len(images)).update_absolute,
         )
-        file_warnings = list(written.warnings)
+        file_warnings += written.warnings
         if first_frame_png:
             still_path = f"{os.path.splitext(written.path)[0]}.png"
             fault = write_still(still_path, images[0], metadata)
@@ -262,14 +266,25 @@ def _frames_sound_and_rate(images, video, audio, fps):
     return parts.images, parts.audio if audio is None else audio, parts.frame_rate
 
 
-def _metadata(prompt: dict, extra_pnginfo: dict, reports: list[dict]) -> dict[str, str]:
-    """Tags of the file: the page restores a graph from separate `prompt` and `workflow` tags."""
+def _metadata(
+    prompt: dict, extra_pnginfo: dict, reports: list[dict], warnings: list[str]
+) -> dict[str, str]:
+    """Tags of the file: the page restores a graph from separate `prompt` and `workflow` tags.
+
+    What another node put there that is no JSON is left out, with a sentence.
+    """
     tags = dict(extra_pnginfo)
     if prompt:
         tags["prompt"] = prompt
     if reports:
         tags["nox"] = reports
-    return {name: json.dumps(_strict_json(value), allow_nan=False) for name, value in tags.items()}
+    texts = {}
+    for name, value in tags.items():
+        try:
+            texts[name] = json.dumps(_strict_json(value), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as err:
+            warnings.append(f"The file has no tag {name!r}, which cannot be written: {err}.")
+    return texts
 
 
 def _strict_json(value):
@@ -294,7 +309,7 @@ def _write_next(
         )
     except OSError as err:
         raise NoxError(f"The folder for {prefix[:80]} could not be made: {err.strerror}.") from err
-    sound = None if audio is None else Audio(audio["waveform"], audio["sample_rate"])
+    sound = None if audio is None else Audio(audio.get("waveform"), audio.get("sample_rate"))
     while True:
         path = os.path.join(folder, f"{name}_{counter:05}_{video_format.suffix}")
         try:

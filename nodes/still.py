@@ -22,14 +22,14 @@ def write_still(path: str, frame, metadata: dict[str, str]) -> str | None:
     """
     rgb = np.nan_to_num(frame[..., :3].float().cpu().numpy(), nan=0.0, posinf=0.0, neginf=0.0)
     picture = Image.fromarray(np.rint(255 * rgb.clip(0, 1)).astype(np.uint8))
-    tags = PngInfo()
-    for name, text in metadata.items():
-        tags.add_text(name, text)
     part = os.path.join(os.path.dirname(path), f".nox-{uuid.uuid4().hex}.part")
     try:
+        tags = PngInfo()
+        for name, text in metadata.items():
+            tags.add_text(name, text)
         picture.save(part, format="PNG", pnginfo=tags)
         publish(part, path)
-    except (OSError, NoxError) as err:
+    except (OSError, ValueError, NoxError) as err:  # ValueError: a tag that PNG cannot hold
         reason = getattr(err, "strerror", None) or err
         return f"The first frame could not be saved as {os.path.basename(path)}: {reason}"
     finally:

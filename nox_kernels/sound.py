@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import wave
 from collections.abc import Iterator
@@ -10,16 +11,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from .errors import RequestError
 from .video_format import AudioFormat
 
 # Channel order of a waveform without a label.
 _LAYOUTS = {1: "mono", 2: "stereo", 3: "3.0", 4: "4.0", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
 # More than 6 channels are mixed in AAC: it has no standard layout for them, and PyAV (16.0, 18.1)
 # crashes the process that decodes 8 planar channels, ComfyUI's loader included.
-_MIN_AUDIO_STD = 1e-5
+_MIN_CHANGE = 1e-5  # from the lowest to the highest sample of a channel; full scale is 1
+_MAX_RATE = 1 << 30  # Hz
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +56,20 @@ class SoundError(Exception):
 def clean_sound(
     audio: Audio | None, audio_format: AudioFormat, warnings: list[str]
 ) -> Sound | None:
-    """Finite samples in -1..1; None where there is nothing to hear. Adds a sentence per repair."""
-    if audio is None or audio.waveform.numel() == 0:
+    """Finite samples in -1..1; None where there is nothing to save. Adds a sentence per repair.
+
+    Sound that no file can hold is left out with a sentence: the picture was long work.
+    """
+    if audio is None:
+        return None
+    fault = _why_not(audio)
+    if fault is not None:
+        warnings.append(f"The video was saved without sound: {fault}.")
         return None
     waveform = audio.waveform.detach()
     sample_rate = round(audio.sample_rate)
-    if waveform.ndim not in (1, 2, 3) or sample_rate < 1:
-        raise RequestError(
-            "Sound must be a waveform [channels, samples] with a positive sample rate; this one "
-            f"has shape {list(waveform.shape)} at {audio.sample_rate} Hz."
-        )
+    if not waveform.is_floating_point():  # samples of a WAV file as they lie there
+        waveform = waveform.float() / torch.iinfo(waveform.dtype).max
     if waveform.ndim == 3:
         if len(waveform) > 1:
             warnings.append(f"Of {len(waveform)} sound tracks in the batch the first was saved.")
@@ -90,12 +96,28 @@ def clean_sound(
             f"(peak {np.abs(samples).max():.3g}); they were cut to full scale and may crackle."
         )
         np.clip(samples, -1.0, 1.0, out=samples)
-    if samples.std(axis=1, dtype=np.float64).max() < _MIN_AUDIO_STD:
+    if np.ptp(samples, axis=1).max() < _MIN_CHANGE:
+        values = ", ".join(f"{channel[0]:.3g}" for channel in samples)
         warnings.append(
-            f"The sound is silent: every sample has the same value ({samples[0, 0]:.3g}). "
+            f"The sound is silent: no channel changes (they stay at {values}). "
             "If you expected sound, the audio decoder returned nothing useful."
         )
     return Sound(np.ascontiguousarray(samples), sample_rate)
+
+
+def _why_not(audio: Audio) -> str | None:
+    """What keeps a sound from being saved, as half a sentence."""
+    waveform, rate = audio.waveform, audio.sample_rate
+    if not isinstance(waveform, Tensor) or not isinstance(rate, numbers.Real):
+        return "what is connected holds no waveform with a sample rate"
+    if waveform.numel() == 0:
+        return "the connected sound is empty (0 samples)"
+    if waveform.ndim not in (1, 2, 3) or not 1 <= rate < _MAX_RATE or waveform.is_complex():
+        return (
+            "it must be a waveform [channels, samples] with a positive sample rate, and has shape "
+            f"{list(waveform.shape)} at {rate} Hz"
+        )
+    return None
 
 
 def encode_sound(container, sound: Sound, audio_format: AudioFormat) -> Iterator:

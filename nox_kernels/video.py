@@ -77,7 +77,8 @@ def write_video(
         path: target, in a folder that exists.
         frames: [F, H, W, C >= 3] float in 0..1 on any device, read one frame at a time;
             only the first three channels (RGB) are used.
-        audio: sound of the clip; None or zero samples give a file without an audio stream.
+        audio: sound of the clip; None, and what no file can hold, gives a file without an audio
+            stream.
         fps: frames per second.
         video_format: the kind of file; None for MP4 with H.264 and AAC. The path should end like it.
         crf: the encoder's quality, 0 (largest file) .. 51 (smallest); formats without one ignore it.
@@ -90,7 +91,7 @@ def write_video(
         The file's facts, with a sentence for everything that was not taken as given.
 
     Raises:
-        RequestError: frames, sound or numbers that cannot become a video.
+        RequestError: frames or numbers that cannot become a video.
         NameTakenError: path exists.
         NoxError: the file could not be written; no part of it stays behind.
     """
@@ -118,17 +119,20 @@ def write_video(
     _compare_lengths(clip, sound, warnings)
 
     part = os.path.join(os.path.dirname(target), f".nox-{uuid.uuid4().hex}.part")
+    sound_error: SoundError | None = None
     try:
         with _plain_errors(target):
             try:
                 num_bad_frames = _encode(part, clip, sound)
             except SoundError as err:
+                sound_error = err
                 num_bad_frames = _encode(part, clip, None)
-                warnings.append(rescue_sound(target, err.sound, str(err)))
             publish(part, target)
     finally:
-        with contextlib.suppress(OSError):  # after _publish there is nothing left to remove
+        with contextlib.suppress(OSError):  # after publish there is nothing left to remove
             os.unlink(part)
+    if sound_error is not None:
+        warnings.append(rescue_sound(target, sound_error.sound, str(sound_error)))
     if num_bad_frames:
         warnings.append(
             f"{num_bad_frames} of {len(frames)} frames hold invalid pixels (NaN or infinite); "

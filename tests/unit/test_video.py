@@ -238,13 +238,39 @@ def test_progress_counts_every_frame(tmp_path):
 # Sound
 
 
-@pytest.mark.parametrize(
-    "audio", [None, Audio(torch.zeros(2, 0), 32000), Audio(torch.zeros(1, 2, 0), 32000)]
-)
-def test_no_sound_means_no_audio_stream(tmp_path, audio):
-    written = write_video(tmp_path / "a.mp4", solid(0.5), audio)
+def test_no_sound_means_no_audio_stream(tmp_path):
+    written = write_video(tmp_path / "a.mp4", solid(0.5))
     assert decode_sound(written.path) is None
     assert written.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("audio", "words"),
+    [
+        (Audio(torch.zeros(2, 0), 32000), "is empty (0 samples)"),
+        (Audio(torch.zeros(1, 2, 0), 32000), "is empty (0 samples)"),
+        (Audio(torch.zeros(1, 1, 2, 9), 32000), "[1, 1, 2, 9] at 32000 Hz"),
+        (Audio(torch.zeros(2, 9), 0), "[2, 9] at 0 Hz"),
+        (Audio(torch.zeros(2, 9), float("nan")), "[2, 9] at nan Hz"),
+        (Audio(torch.zeros(2, 9), None), "no waveform with a sample rate"),
+        (Audio(None, 32000), "no waveform with a sample rate"),
+    ],
+)
+def test_sound_that_no_file_can_hold_does_not_cost_the_picture(tmp_path, audio, words):
+    written = write_video(tmp_path / "a.mp4", solid(0.5), audio)
+    assert decode_sound(written.path) is None
+    (warning,) = written.warnings
+    assert warning.startswith("The video was saved without sound: ")
+    assert words in warning
+
+
+def test_whole_numbers_are_samples_of_full_scale(tmp_path):
+    sound = tone(1)
+    levels = (sound.waveform * 32767).to(torch.int16)
+    written = write_video(tmp_path / "a.mp4", solid(0.5, 24), Audio(levels, 32000))
+    assert written.warnings == ()
+    samples, _ = decode_sound(written.path)
+    assert np.abs(samples).max() == pytest.approx(0.5, abs=0.03)
 
 
 @pytest.mark.parametrize("num_channels", range(1, 10))
@@ -294,8 +320,8 @@ def test_sound_starts_with_the_picture(tmp_path):
         (lambda w: w[1, 5:7].fill_(float("inf")), ["2 of 64000", "invalid"]),
         (lambda w: w[1, 5:8].fill_(-float("inf")), ["3 of 64000", "invalid"]),
         (lambda w: w.mul_(100.0), ["louder than full scale", "peak 50"]),
-        (lambda w: w.fill_(-1.0), ["silent", "-1"]),
-        (lambda w: w.fill_(0.0), ["silent", "0"]),
+        (lambda w: w.fill_(-1.0), ["silent", "stay at -1, -1"]),
+        (lambda w: w.fill_(0.0), ["silent", "stay at 0, 0"]),
     ],
 )
 def test_spoilt_sound_is_repaired_named_and_playable(tmp_path, spoil, words):
