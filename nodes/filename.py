@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -13,6 +14,7 @@ _TOKEN = re.compile(r"%([^%]+)%")
 # The page's date tokens; longer forms first. yyy alone means nothing there and stays.
 _DATE_TOKEN = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyyy|yyy|yy")
 _FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f\x7f]')  # in a Windows file name
+_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|COM\d|LPT\d)(\..*)?", re.IGNORECASE)  # no name there
 _MAX_NAME_BYTES = 200  # of 255 that file systems take; the counter and the ending come on top
 _MAX_VALUE_LENGTH = 50  # of a widget's value: a whole prompt would not fit, and lose the clip
 _MAX_LINKS = 16  # of primitive nodes behind an input that is wired
@@ -50,7 +52,18 @@ def resolve_prefix(
         # A value never makes a folder, also as on the page.
         return re.sub(r"[/\\]", "_", _as_text(value)[:_MAX_VALUE_LENGTH])
 
-    return _FORBIDDEN.sub("_", _TOKEN.sub(replace, prefix).replace("\\", "/"))
+    *folders, name = _FORBIDDEN.sub("_", _TOKEN.sub(replace, prefix).replace("\\", "/")).split("/")
+    return "/".join([*map(_as_folder, folders), name])
+
+
+def _as_folder(name: str) -> str:
+    """The name of a folder on every system; the file's own gets a number and an ending."""
+    if name in ("", ".", ".."):
+        return name
+    if _DEVICE.fullmatch(name):
+        return f"_{name}"
+    kept = name.rstrip(". ")  # Windows drops them
+    return kept + "_" * (len(name) - len(kept))
 
 
 def why_not(prefix: str) -> str | None:
@@ -69,6 +82,23 @@ def why_not(prefix: str) -> str | None:
         return "filename_prefix holds characters that no file name can hold; type it again."
     if longest > _MAX_NAME_BYTES:
         return f"filename_prefix is too long ({longest} bytes); use at most {_MAX_NAME_BYTES}."
+    return None
+
+
+def why_no_folder(prefix: str, root: str) -> str | None:
+    """Why a prefix cannot be saved below the folder root, as a sentence; None if it can.
+
+    The deepest folder that exists decides: those below it are made on the way.
+    """
+    folder = os.path.dirname(os.path.abspath(os.path.join(root, prefix.replace("\\", "/"))))
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        return f"Videos cannot be saved below {folder} because it is a file; move it away."
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return (
+            f"Videos cannot be saved in {folder} because it is not writable; check its permissions."
+        )
     return None
 
 

@@ -16,9 +16,16 @@ from comfy_api.latest import InputImpl, io, ui
 from ..nox_kernels.errors import NoxError, RequestError
 from ..nox_kernels.sound import Audio
 from ..nox_kernels.video import NameTakenError, WrittenVideo, write_video
-from ..nox_kernels.video_format import PRESETS, VideoFormat, check_settings, find, formats
+from ..nox_kernels.video_format import (
+    PRESETS,
+    VideoFormat,
+    check_settings,
+    find,
+    formats,
+    frame_rate,
+)
 from . import report_text, status
-from .filename import resolve_prefix, why_not
+from .filename import resolve_prefix, why_no_folder, why_not
 from .report_store import NO_RUN, lines_and_reports
 from .still import write_still
 
@@ -151,9 +158,11 @@ class NoxSaveVideo(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls,
+        fps,
         filename_prefix,
         format,
         crf,
+        save_to=_OUTPUT,
         encoder_preset="medium",
         images=_UNWIRED,
         video=_UNWIRED,
@@ -169,15 +178,23 @@ class NoxSaveVideo(io.ComfyNode):
             return _NO_INPUT
         if images is not _UNWIRED and video is not _UNWIRED:
             return _BOTH_INPUTS
-        fault = why_not(filename_prefix) if filename_prefix is not None else None
-        if fault is not None or None in (format, crf, encoder_preset):
-            return fault or True
+        if save_to not in (None, *_FOLDERS):
+            return f"save_to is {save_to!r}; choose one of: {', '.join(_FOLDERS)}."
+        if filename_prefix is not None:
+            fault = why_not(filename_prefix)
+            if fault is None and save_to is not None:
+                fault = why_no_folder(filename_prefix, _FOLDERS[save_to]())
+            if fault is not None:
+                return fault
+        if None in (format, crf, encoder_preset):
+            return True
         try:
             check_settings(crf, encoder_preset)
             video_format = find(format)
+            rate = frame_rate(24 if fps is None or images is _UNWIRED else fps)
         except RequestError as err:
             return str(err)
-        fault = video_format.why_no_picture(crf=crf, preset=encoder_preset)
+        fault = video_format.why_no_picture(crf=crf, preset=encoder_preset, rate=rate)
         if fault is None and (audio is not _UNWIRED or video is not _UNWIRED):
             fault = video_format.why_no_sound()
         return fault or True
@@ -240,7 +257,7 @@ class NoxSaveVideo(io.ComfyNode):
         status.show(cls.hidden.unique_id, "\n".join(shown))
         return io.NodeOutput(
             # The file rather than the tensors: it holds no memory, it is exactly what was saved,
-            # a second saver copies it without another loss, and it carries the `nox` tag on.
+            # core's saver copies it without another loss, and it carries the `nox` tag on.
             InputImpl.VideoFromFile(written.path),
             images[-1:, ..., :3].clone(),  # a view would keep the whole clip alive
             written.path,
@@ -307,8 +324,9 @@ def _write_next(
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
             prefix, root, width, height
         )
-    except OSError as err:
-        raise NoxError(f"The folder for {prefix[:80]} could not be made: {err.strerror}.") from err
+    except Exception as err:  # core raises a bare one where the name leads out of its folder
+        reason = getattr(err, "strerror", None) or err
+        raise NoxError(f"The folder for {prefix[:80]} could not be made: {reason}.") from err
     sound = None if audio is None else Audio(audio.get("waveform"), audio.get("sample_rate"))
     while True:
         path = os.path.join(folder, f"{name}_{counter:05}_{video_format.suffix}")

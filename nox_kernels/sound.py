@@ -125,6 +125,7 @@ def encode_sound(container, sound: Sound, audio_format: AudioFormat) -> Iterator
     import av
 
     layout = _LAYOUTS[len(sound.samples)]
+    num_packets = 0
     is_mixed = len(sound.samples) > audio_format.max_channels
     try:
         rates = av.codec.Codec(audio_format.encoder, "w").audio_rates or [sound.sample_rate]
@@ -145,8 +146,14 @@ def encode_sound(container, sound: Sound, audio_format: AudioFormat) -> Iterator
             chunk.sample_rate = sound.sample_rate
             chunk.time_base = Fraction(1, sound.sample_rate)
             chunk.pts = start
-            yield from stream.encode(chunk)
-        yield from stream.encode(None)
+            for packet in stream.encode(chunk):
+                num_packets += 1
+                yield packet
+        for packet in stream.encode(None):
+            num_packets += 1
+            yield packet
+        if num_packets == 0:  # one sample at 10 Hz, resampled, say
+            raise SoundError("it made nothing of so little sound", sound)
     except (av.error.FFmpegError, ValueError) as err:
         raise SoundError(str(err), sound) from err
 

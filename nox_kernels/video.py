@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import NoxError, RequestError
 from .sound import Audio, Sound, SoundError, clean_sound, encode_sound, rescue_sound
-from .video_format import VideoFormat, check_settings, default_format
+from .video_format import VideoFormat, check_settings, default_format, frame_rate
 from .yuv import to_planes
 
 _BT709 = 1  # FFmpeg's number of BT.709 in all three colour tables: primaries, transfer, matrix
@@ -100,7 +100,7 @@ def write_video(
     video_format = video_format or default_format()
     clip = _Clip(
         frames,
-        _frame_rate(fps),
+        frame_rate(fps),
         video_format,
         crf,
         preset,
@@ -110,7 +110,7 @@ def write_video(
     )
     target = os.path.abspath(os.fspath(path))
     _check_target(target)
-    fault = video_format.why_no_picture(crf=crf, preset=preset)
+    fault = video_format.why_no_picture(crf=crf, preset=preset, rate=clip.rate, size=clip.size)
     if fault is not None:
         raise NoxError(fault)
     warnings: list[str] = []
@@ -151,13 +151,6 @@ def _check_frames(frames: Tensor) -> None:
         )
     if not frames.is_floating_point():
         raise RequestError(f"Frames must be numbers in 0..1 (float), these are {frames.dtype}.")
-
-
-def _frame_rate(fps: float | Fraction) -> Fraction:
-    # The MP4 clock is a 32-bit fraction: outside this window it cannot count frames.
-    if not 0.001 <= fps <= 10_000:
-        raise RequestError(f"The frame rate must be between 0.001 and 10000 fps, it is {fps}.")
-    return Fraction(fps).limit_denominator(100_000)
 
 
 def _check_target(target: str) -> None:
@@ -281,6 +274,17 @@ def publish(part: str, target: str) -> None:
     except OSError:
         os.unlink(target)  # our own empty reservation
         raise
+    _flush_folder(os.path.dirname(target))
+
+
+def _flush_folder(folder: str) -> None:
+    """Bring the new name to the disk too, where folders can be flushed: not on Windows."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 _REASONS = {

@@ -17,7 +17,8 @@ PRESETS = ("ultrafast", "veryfast", "fast", "medium", "slow", "veryslow")  # x26
 MAX_CRF = 51
 _BT709 = 1  # the number of BT.709 in all three colour tables: primaries, transfer, matrix
 _LIMITED_RANGE = 1  # luma 16..235
-_TRIAL_SIDE = 256  # pixels
+_ANY_SIZE = 256, 256  # pixels; with the next one, what every encoder takes
+_ANY_RATE = Fraction(24)
 _SHORT = 2  # frames
 
 
@@ -127,9 +128,36 @@ class VideoFormat:
     video: PictureFormat
     audio: AudioFormat
 
-    def why_no_picture(self, *, crf: float, preset: str) -> str | None:
-        """Why frames cannot be encoded here, as a sentence, by opening the encoder; None if so."""
-        return self._why_not(self.video.encoder, functools.partial(self._try_picture, crf, preset))
+    def why_no_picture(
+        self,
+        *,
+        crf: float,
+        preset: str,
+        rate: Fraction = _ANY_RATE,
+        size: tuple[int, int] = _ANY_SIZE,
+    ) -> str | None:
+        """Why frames cannot be encoded here, as a sentence, by opening the encoder; None if so.
+
+        Args:
+            crf: As in write_video.
+            preset: As in write_video.
+            rate: Frames per second.
+            size: (height, width) of the file.
+        """
+        fault = self._why_not(
+            self.video.encoder, functools.partial(self._try_picture, crf, preset, rate, size)
+        )
+        if fault is None or (rate, size) == (_ANY_RATE, _ANY_SIZE):
+            return fault
+        if self.why_no_picture(crf=crf, preset=preset) is not None:
+            return fault
+        height, width = size  # so it is these that the encoder does not take
+        shape = "" if size == _ANY_SIZE else f"{width}x{height} pixels at "
+        return (
+            f"{self.name} cannot hold {shape}{float(rate):g} frames a second: the encoder "
+            f"{self.video.encoder} does not open. Choose another format; mkv (FFV1 + FLAC) holds "
+            "every size and rate."
+        )
 
     def why_no_sound(self) -> str | None:
         """The same for sound."""
@@ -157,11 +185,11 @@ class VideoFormat:
             )
         return None
 
-    def _try_picture(self, crf: float, preset: str) -> None:
+    def _try_picture(self, crf: float, preset: str, rate: Fraction, size: tuple[int, int]) -> None:
         import av
 
         context = av.CodecContext.create(self.video.encoder, "w")
-        self.video.prepare(context, _TRIAL_SIDE, _TRIAL_SIDE, Fraction(24))
+        self.video.prepare(context, *size, rate)
         context.options = self.video.encoder_options(crf, preset, _SHORT + 1)
         context.open()
 
@@ -222,6 +250,14 @@ def find(name: str) -> VideoFormat:
             f"There is no video format {quote(name)}; choose one of: {', '.join(formats())}."
         )
     return formats()[name]
+
+
+def frame_rate(fps: float | Fraction) -> Fraction:
+    """Frames per second as files count them; RequestError for what none can."""
+    # The MP4 clock is a 32-bit fraction: outside this window it cannot count frames.
+    if not 0.001 <= fps <= 10_000:
+        raise RequestError(f"The frame rate must be between 0.001 and 10000 fps, it is {fps}.")
+    return Fraction(fps).limit_denominator(100_000)
 
 
 def check_settings(crf: float, preset: str) -> None:

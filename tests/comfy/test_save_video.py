@@ -207,17 +207,72 @@ def test_not_a_number_in_a_graph_becomes_null_in_the_tags(host):
 def test_a_save_that_fails_keeps_the_images_for_the_next_run(host):
     graph = Graph()
     link = image(graph, color=0x445566)
-    add_saver(graph, images=link, filename_prefix="nox_blocked/test")
-    blocker = host.output / "nox_blocked"
+    # known only when the token is filled in: before the run there is nothing to see
+    add_saver(graph, images=link, filename_prefix="nox_%EmptyImage.color%/test")
+    blocker = host.output / f"nox_{0x445566}"
     blocker.write_text("a file where the folder should be")
     result = host.run(graph)
     assert result.status == "error"
-    assert "The folder for nox_blocked/test could not be made" in result.error
+    assert f"The folder for nox_{0x445566}/test could not be made" in result.error
     assert blocker.read_text() == "a file where the folder should be"
     blocker.unlink()
     again = host.run(graph)
     assert again.status == "success", again.error
     assert link[0] in again.cached
+
+
+def test_a_folder_that_cannot_be_is_refused_before_the_run(host):
+    blocker = host.output / "nox_blocked"
+    blocker.write_text("a file where the folder should be")
+    result = save(host, images=image, filename_prefix=lambda graph: "nox_blocked/a/test")
+    blocker.unlink()
+    assert result.status == "rejected"
+    assert "nox_blocked because it is a file; move it away" in result.error
+
+
+def test_a_rate_that_the_format_cannot_hold_is_refused_before_the_run(host):
+    kind = "mp4 (AV1 10-bit + AAC)"
+    result = save(host, images=image, fps=lambda graph: 300.0, format=lambda graph: kind)
+    assert result.status == "rejected"
+    assert "cannot hold 300 frames a second" in result.error
+
+
+@pytest.mark.parametrize("fps", [0.0, 1e9])
+def test_a_rate_that_no_file_holds_is_refused_before_the_run(host, fps):
+    result = save(host, images=image, fps=lambda graph: fps)
+    assert result.status == "rejected"
+    assert "The frame rate must be between" in result.error
+
+
+def test_a_prefix_that_its_tokens_spoil_falls_back_and_says_so(host):
+    graph = Graph()
+    link = image(graph, color=0x0A0B0C)
+    graph.add("PrimitiveString", value="")
+    add_saver(graph, images=link, filename_prefix="%PrimitiveString.value%")
+    result = host.run(graph)
+    assert result.status == "success", result.error
+    assert result.video_file.parent == host.output / "video"
+    assert "The video was saved under video/Nox_H3 instead." in "\n".join(result.shown("text"))
+
+
+def test_the_outputs_are_the_file_its_last_frame_and_its_path(host):
+    graph = Graph()
+    first = image(graph, batch_size=2, color=0xFF0000)
+    last = image(graph, batch_size=1, color=0x00FF00)
+    joined = graph.add("ImageBatch", image1=first, image2=last)
+    saver = add_saver(graph, images=joined)
+    path = graph.add("PreviewAny", source=[saver[0], 2])
+    graph.add("SaveImage", images=[saver[0], 1], filename_prefix="nox/last")
+    result = host.run(graph)
+    assert result.status == "success", result.error
+    assert result.outputs[path[0]]["text"] == [str(result.video_file)]
+    (picture,) = (
+        host.output / file["subfolder"] / file["filename"]
+        for output in result.outputs.values()
+        for file in output.get("images", ())
+        if file["filename"].startswith("last")
+    )
+    assert Image.open(picture).getpixel((5, 5)) == (0, 255, 0)
 
 
 def test_disable_metadata_keeps_everything_out_of_both_files(discreet_host):

@@ -1,6 +1,7 @@
 """File name tokens: what the page would have filled in, and what it must leave alone."""
 
 import itertools
+import os
 from datetime import datetime
 
 import pytest
@@ -119,6 +120,21 @@ def test_characters_that_windows_forbids_become_underscores():
     assert resolve('a<b>c:d"e|f?g*h\ti\x00j') == "a_b_c_d_e_f_g_h_i_j"
 
 
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("CON/x", "_CON/x"),
+        ("a/aux.b/lpt1/x", "a/_aux.b/_lpt1/x"),
+        ("a./b ./c. ./x", "a_/b__/c___/x"),
+        ("con", "con"),  # a number and an ending follow
+        ("console/x", "console/x"),
+        ("./a/x", "./a/x"),
+    ],
+)
+def test_folders_that_windows_cannot_make_get_another_name(prefix, expected):
+    assert resolve(prefix) == expected
+
+
 def test_both_slashes_stay_separators():
     assert resolve("video\\day/clip") == "video/day/clip"
 
@@ -163,3 +179,23 @@ def test_a_prefix_inside_the_output_folder_is_fine(prefix):
 )
 def test_a_prefix_that_names_no_file_there_is_refused_in_a_sentence(prefix, words):
     assert words in filename.why_not(prefix)
+
+
+def test_a_folder_that_can_be_made_is_fine(tmp_path):
+    assert filename.why_no_folder("a/b/%date:yyyy%/x", str(tmp_path)) is None
+    assert filename.why_no_folder("a\\b\\x", str(tmp_path / "not yet")) is None
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_where_a_folder_should_be_is_named(tmp_path):
+    (tmp_path / "a").write_text("a file")
+    for prefix in ("a/x", "a/b/x", "a\\x"):
+        fault = filename.why_no_folder(prefix, str(tmp_path))
+        assert f"below {tmp_path / 'a'} because it is a file" in fault
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 0)() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_not_writable_is_named(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    assert "is not writable" in filename.why_no_folder("closed/a/x", str(tmp_path))

@@ -20,7 +20,7 @@ av = pytest.importorskip("av")
 from nox_kernels.errors import NoxError, RequestError  # noqa: E402
 from nox_kernels.sound import Audio  # noqa: E402
 from nox_kernels.video import NameTakenError, write_video  # noqa: E402
-from nox_kernels.video_format import default_format  # noqa: E402
+from nox_kernels.video_format import default_format, find  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -449,6 +449,20 @@ def test_a_missing_folder_is_one_sentence(tmp_path):
         write_video(tmp_path / "nowhere" / "a.mp4", solid(0.5))
 
 
+@pytest.mark.parametrize(
+    ("kind", "fps", "width", "words"),
+    [
+        ("mp4 (AV1 10-bit + AAC)", 300, 64, "cannot hold 64x64 pixels at 300 frames a second"),
+        ("mp4 (H.264 + AAC)", 24, 16386, "cannot hold 16386x64 pixels at 24 frames a second"),
+    ],
+)
+def test_what_an_encoder_cannot_hold_is_named_and_leaves_nothing(tmp_path, kind, fps, width, words):
+    frames = solid(0.5, width=64).expand(2, 64, 64, 3).repeat(1, 1, width // 64 + 1, 1)
+    with pytest.raises(NoxError, match=words):
+        write_video(tmp_path / "a.mp4", frames[:, :, :width], fps=fps, video_format=find(kind))
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_missing_encoder_is_one_sentence(tmp_path):
     no_picture = replace(default_format().video, encoder="no such encoder")
     with pytest.raises(NoxError, match="built without the encoder no such encoder"):
@@ -528,6 +542,15 @@ def test_memory_does_not_grow_with_the_number_of_frames_nor_does_the_import_need
     found = run_python(_LONG_CLIP, str(tmp_path))
     assert found["growth_bytes"] < 30e6  # 600 more frames: 118 MB as uint8, 470 MB as float
     assert not found["needs_av"]
+
+
+def test_sound_too_short_for_its_encoder_is_kept_as_wav(tmp_path):
+    short = Audio(torch.tensor([[0.5]]), 1)
+    written = write_video(tmp_path / "a.mp4", solid(0.5), short)
+    assert decode_sound(written.path) is None
+    assert "it made nothing of so little sound" in written.warnings[-1]
+    with wave.open(str(tmp_path / "a.wav")) as kept:
+        assert (kept.getnframes(), kept.getframerate()) == (1, 1)
 
 
 # Requests that cannot be

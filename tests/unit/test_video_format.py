@@ -343,3 +343,27 @@ def test_every_preset_is_taken(tmp_path, kind, preset):
 @pytest.mark.parametrize("crf", [0, 0.5, 51])
 def test_both_ends_of_crf_are_taken(tmp_path, kind, crf):
     assert len(decode(save(tmp_path, kind, solid(0.5), crf=crf).path)) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["mp4 (H.264 + AAC)", "mp4 (H.265 + AAC)", "mp4 (H.265 10-bit + AAC)"]
+)
+def test_colour_samples_are_tagged_where_they_are_taken(tmp_path, name):
+    if name not in HERE:
+        pytest.skip(f"{name} does not open on this machine")
+    path = save(tmp_path, find(name), solid(0.5)).path
+    with av.open(path) as file:
+        graph = av.filter.Graph()
+        source = graph.add_buffer(template=file.streams.video[0])
+        source.link_to(shown := graph.add("showinfo"))
+        shown.link_to(graph.add("buffersink"))
+        graph.configure()
+        level = av.logging.get_level()
+        av.logging.set_level(av.logging.INFO)
+        try:
+            with av.logging.Capture() as lines:
+                graph.push(next(file.decode(video=0)))
+                graph.pull()
+        finally:
+            av.logging.set_level(level)
+    assert any("cl:center" in line for _, _, line in lines)
