@@ -195,7 +195,7 @@ def _diffusion_model(executor, x, timestep, context, transformer_options=None, *
         layout = h3_sequence.find_layout(x, context, kwargs.get("minimax_payload"))
         # one read back from the device for all blocks
         forward = run.begin_forward(float(options["sigmas"][0]), layout)
-        if run.log.num_evaluations == 1:
+        if run.log.num_evaluations == 0:
             status.describe_plan(run, forward.plan(None, x[0].device))
         else:
             status.progress(run, forward.evaluation.step_idx)

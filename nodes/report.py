@@ -93,7 +93,7 @@ class Report:
         kernel: The implementation that computed, with its note.
         is_reference: It is the slow twin of Nox's kernels.
         evaluations: What ran in each layer of each evaluation of the model.
-        num_forwards: How many there were.
+        num_forwards: How many there were; what a cache answered is none.
         num_steps: Steps of the schedule.
         num_layers: Blocks of the model.
         timing: How long it took.

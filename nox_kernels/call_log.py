@@ -30,7 +30,8 @@ class CallLog:
 
     Attributes:
         calls: Attention calls so far.
-        evaluations: Evaluations of the model, in order.
+        evaluations: Evaluations that reached a layer, in order; a cache that answers for the model
+            makes one that reaches none.
         num_evaluations: How many there were, those beyond MAX_EVALUATIONS included.
     """
 
@@ -41,13 +42,8 @@ class CallLog:
     _lock: Lock = field(default_factory=Lock)
 
     def begin(self, step_idx: int, num_layers: int) -> Evaluation:
-        """Start an evaluation."""
-        evaluation = Evaluation(step_idx, [None] * num_layers)
-        with self._lock:
-            self.num_evaluations += 1
-            if len(self.evaluations) < MAX_EVALUATIONS:
-                self.evaluations.append(evaluation)
-        return evaluation
+        """Start an evaluation; its first call brings it into the log."""
+        return Evaluation(step_idx, [None] * num_layers)
 
     def count(
         self, evaluation: Evaluation, layer_idx: int, call: Call, kept_share: float | None = None
@@ -64,6 +60,10 @@ class CallLog:
             Whether it is the first of its kind and reason.
         """
         with self._lock:
+            if not any(evaluation.calls):
+                self.num_evaluations += 1
+                if len(self.evaluations) < MAX_EVALUATIONS:
+                    self.evaluations.append(evaluation)
             self.calls[call] += 1
             evaluation.calls[layer_idx] = call
             if kept_share is not None:

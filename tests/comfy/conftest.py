@@ -34,7 +34,11 @@ from nox_kernels.veda.bundle import write_bundle  # noqa: E402
 from nox_kernels.veda.synthetic import random_bundle, random_plan  # noqa: E402
 
 FOLDER = "nox-h3"
-PEERS = ("ComfyUI-KJNodes", "H3-Optimizations")  # that Nox is tested beside, where installed
+PEERS = (
+    "ComfyUI-KJNodes",
+    "H3-Optimizations",
+    "ComfyUI-Spectrum-MiniMax-H3",
+)  # that Nox is tested beside, where installed
 
 
 def pytest_collection_modifyitems(items):
@@ -101,6 +105,17 @@ def discreet_host(host, comfyui, venv_python, host_environment, tmp_path_factory
     """Another one, which was told to keep graphs out of files."""
     base = _make_base_beside(host, tmp_path_factory)
     yield from _running(Host(comfyui, venv_python, base, host_environment, ("--disable-metadata",)))
+
+
+@pytest.fixture(scope="session")
+def preview_host(host, comfyui, venv_python, host_environment, tmp_path_factory):
+    """Another one, which shows every step, decoded by taeh3."""
+    base = _make_base_beside(host, tmp_path_factory)
+    decoders = host.base / "models" / "vae_approx"
+    decoders.mkdir(exist_ok=True)
+    shutil.copy(host.base / "models" / "vae" / graphs.TAEH3, decoders / "taeh3.safetensors")
+    options = ("--preview-method", "taesd")
+    yield from _running(Host(comfyui, venv_python, base, host_environment, options))
 
 
 def _running(started: Host):

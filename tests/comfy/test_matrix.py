@@ -87,6 +87,13 @@ def test_all_of_them_at_once_around_nox(host, mode):
         check(run(host, *others[:place], MODES[mode], *others[place:]), alone, mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_live_preview(host, preview_host, mode):
+    shown = run(preview_host, MODES[mode])
+    assert "TAEHV" in shown.loads
+    check(shown, run(host, MODES[mode]), mode)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize("mode", MODES)
@@ -96,6 +103,37 @@ def test_a_pack_that_saves_memory(peer_host, mode, name, is_first):
     reference = run(peer_host, MODES[mode])
     pair = (PEERS[name], MODES[mode])
     check(run(peer_host, *(pair if is_first else pair[::-1])), reference, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pack_that_forecasts_steps(peer_host, mode):
+    info = peer_host.get_json("/object_info").get("SpectrumApplyMiniMaxH3")
+    if info is None:
+        pytest.skip("Spectrum is not installed")
+    inputs = info["input"]["required"]
+    settings = {name: value[1]["default"] for name, value in inputs.items() if name != "model"}
+    spectrum = ("SpectrumApplyMiniMaxH3", settings)
+
+    def render(*patches):
+        counter = probe(label="count", block=2)
+        graph = latent_graph(*patches, counter, canvas=graphs.MEDIUM, steps=8)
+        result = peer_host.run(graph)
+        assert result.status == "success", result.error
+        return result
+
+    alone, before, after = (
+        render(spectrum),
+        render(spectrum, MODES[mode]),
+        render(MODES[mode], spectrum),
+    )
+    assert before.digest == after.digest
+    check(before, after, mode)
+    # it forecasts as many steps as without Nox, and Nox counts only what ran
+    num_ran = alone.calls_of("count")
+    assert 0 < num_ran < 8
+    assert before.calls_of("count") == after.calls_of("count") == num_ran
+    if mode != "dense":
+        assert f"of {4 * num_ran} attention calls" in before.report
 
 
 def test_both_packs_that_cut_the_mlp_into_chunks(peer_host):

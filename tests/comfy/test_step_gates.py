@@ -2,6 +2,7 @@
 
 import comfy_graphs as graphs
 import pytest
+from comfy_files import tags_of
 from comfy_graphs import Graph, attention, dense_control, probe
 
 # Blocks 1 to 3 are sparse where the step is; block 0 is dense everywhere, by default.
@@ -89,9 +90,11 @@ def test_a_cache_that_skips_steps_moves_no_gate(host, is_first, start_percent):
     cache = ("EasyCache", cache | {"verbose": False})
     patches = (cache, SPARSE) if is_first else (SPARSE, cache)
     patches += (dense_control(first_steps=3, last_steps=1), probe(label="all", block=2))
-    result = host.run(graphs.latent_graph(*patches, steps=8))
+    result = host.run(graphs.video_graph(*patches, steps=8))
     assert result.status == "success", result.error
     ran = evaluations(result)
     steps = [step for step, _ in ran]
     assert 2 <= len(steps) < 8  # it did skip some
     assert ran == [(step, step < 3 or step == 7) for step in steps]
+    (tag,) = tags_of(result.video_file)["nox"]
+    assert tag["num_forwards"] == len(ran)  # what the cache answered is no evaluation

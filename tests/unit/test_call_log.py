@@ -26,6 +26,14 @@ def test_it_knows_every_layer_of_every_evaluation():
     assert log.kept_share_of_all_calls == pytest.approx((2 + 0.2) / 3)
 
 
+def test_an_evaluation_that_reaches_no_layer_is_none():
+    log = CallLog()
+    log.begin(0, 2)
+    assert (log.num_evaluations, log.evaluations) == (0, [])
+    log.count(log.begin(1, 2), 1, DENSE)
+    assert (log.num_evaluations, [one.step_idx for one in log.evaluations]) == (1, [1])
+
+
 def test_a_log_without_calls_has_no_shares():
     assert CallLog().kept_share is None
     assert CallLog().kept_share_of_all_calls is None
