@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from host_memory import memory_bytes, reset_peak
 
 ROOT = Path(__file__).resolve().parents[2]
 HEIGHT, WIDTH, FPS, CRF, SAMPLE_RATE = 1088, 1920, 24, 18, 32000
@@ -65,13 +66,6 @@ def save_by_core(path: str, frames: torch.Tensor, waveform: torch.Tensor) -> Non
 SAVERS = {"core": save_by_core, "nox": save_by_nox}
 
 
-def memory_bytes(name: str) -> int:
-    """VmRSS or VmHWM of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{name}:")]
-    return 1024 * int(line.split()[1])
-
-
 def measure(saver: str, comfyui: str, num_frames: int, num_moving: int) -> dict:
     """One save in this process, after a short one that loads what it needs."""
     sys.path[:0] = [str(ROOT)] if saver == "nox" else [comfyui]
@@ -80,7 +74,7 @@ def measure(saver: str, comfyui: str, num_frames: int, num_moving: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         SAVERS[saver](f"{folder}/warm.mp4", frames[:2, :64, :64], waveform[..., :2000])
         before = memory_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        reset_peak()
         start = time.perf_counter()
         SAVERS[saver](f"{folder}/clip.mp4", frames, waveform)
         seconds = time.perf_counter() - start
