@@ -94,12 +94,26 @@ def why_no_folder(prefix: str, root: str) -> str | None:
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
-        return f"Videos cannot be saved below {folder} because it is a file; move it away."
+        what = "a link to nowhere" if os.path.islink(folder) else "a file"
+        return f"Videos cannot be saved below {folder} because it is {what}; move it away."
+    if os.path.lexists(root) and not _is_inside(folder, root):
+        return (  # ComfyUI's rule
+            f"Videos cannot be saved in {folder} because it is a link that leaves the folder "
+            f"{root}; choose another filename_prefix."
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         return (
             f"Videos cannot be saved in {folder} because it is not writable; check its permissions."
         )
     return None
+
+
+def _is_inside(folder: str, root: str) -> bool:
+    folder, root = os.path.realpath(folder), os.path.realpath(root)
+    try:
+        return os.path.commonpath([folder, root]) == root
+    except ValueError:  # another drive of Windows
+        return False
 
 
 def _format_date(pattern: str, now: datetime) -> str:
@@ -128,6 +142,16 @@ def _widget_value(
             value = prompt.get(str(value[0]), {}).get("inputs", {}).get("value")
         if value is not None and not isinstance(value, (list, dict)):
             return value
+    return _primitive_value(node_name, workflow) if widget == "value" else None
+
+
+def _primitive_value(node_name: str, workflow: Mapping[str, Any] | None) -> Any:
+    """Value of the page's own Primitive node of that name, which no prompt holds."""
+    for _, node in _drawn_nodes(workflow or {}):
+        names = ((node.get("properties") or {}).get("Node name for S&R"), node.get("title"))
+        if node.get("type") == "PrimitiveNode" and node_name in names:
+            values = node.get("widgets_values")
+            return values[0] if isinstance(values, list) and values else None
     return None
 
 

@@ -6,7 +6,11 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
+from fractions import Fraction
+from typing import Any
 
 import folder_paths
 from comfy.cli_args import args
@@ -20,6 +24,7 @@ from ..nox_kernels.video_format import (
     PRESETS,
     VideoFormat,
     check_settings,
+    default_format,
     find,
     formats,
     frame_rate,
@@ -178,26 +183,19 @@ class NoxSaveVideo(io.ComfyNode):
             return _NO_INPUT
         if images is not _UNWIRED and video is not _UNWIRED:
             return _BOTH_INPUTS
-        if save_to not in (None, *_FOLDERS):
-            return f"save_to is {save_to!r}; choose one of: {', '.join(_FOLDERS)}."
         if filename_prefix is not None:
-            fault = why_not(filename_prefix)
-            if fault is None and save_to is not None:
-                fault = why_no_folder(filename_prefix, _FOLDERS[save_to]())
+            fault = _why_not_there(filename_prefix, _OUTPUT if save_to is None else save_to)
             if fault is not None:
                 return fault
         if None in (format, crf, encoder_preset):
             return True
         try:
-            check_settings(crf, encoder_preset)
-            video_format = find(format)
             rate = frame_rate(24 if fps is None or images is _UNWIRED else fps)
-        except RequestError as err:
+            encoding = _Encoding.checked(format, crf, encoder_preset, rate)
+        except (RequestError, TypeError) as err:  # a TypeError: what should be a number is none
             return str(err)
-        fault = video_format.why_no_picture(crf=crf, preset=encoder_preset, rate=rate)
-        if fault is None and (audio is not _UNWIRED or video is not _UNWIRED):
-            fault = video_format.why_no_sound()
-        return fault or True
+        has_sound = audio is not _UNWIRED or video is not _UNWIRED
+        return (encoding.format.why_no_sound() if has_sound else None) or True
 
     @classmethod
     def execute(
@@ -215,31 +213,59 @@ class NoxSaveVideo(io.ComfyNode):
         video=None,
         audio=None,
     ) -> io.NodeOutput:
-        """Write the file; everything worth knowing about it goes onto the node."""
-        images, audio, fps = _frames_sound_and_rate(images, video, audio, fps)
-        prompt, extra = cls.hidden.prompt or {}, cls.hidden.extra_pnginfo or {}
+        """Write the file; everything worth knowing about it goes onto the node.
+
+        By now the clip has cost its time: what is wrong with the things around its frames is
+        replaced, with a sentence, and does not end the run.
+        """
         file_warnings: list[str] = []
+
+        def usable(instead: Any, sentence: str, get: Callable[[], Any]) -> Any:
+            try:
+                return get()
+            except Exception as err:  # noqa: BLE001 - what other nodes hand over may raise anything
+                file_warnings.append(f"{sentence}: {str(err).rstrip('.')}.")
+                return instead
+
+        images, audio, fps = _frames_sound_and_rate(images, video, audio, fps, file_warnings)
+        prompt, extra = cls.hidden.prompt or {}, cls.hidden.extra_pnginfo or {}
         lines, reports = lines_and_reports(prompt, cls.hidden.unique_id)
-        metadata = {}
+        metadata: dict[str, str] = {}
         if save_metadata and not args.disable_metadata:
             reported = [report.as_dict() for report in reports]
-            metadata = _metadata(prompt, extra, reported, file_warnings)
-
-        prefix = resolve_prefix(filename_prefix, prompt, extra.get("workflow"), datetime.now())
-        fault = why_not(prefix)
-        if fault is not None:  # what its tokens became: no reason to lose the clip
-            prefix = _DEFAULT_PREFIX
-            file_warnings.append(f"{fault} The video was saved under {prefix} instead.")
-        video_format = find(format)
-        written, subfolder = _write_next(
-            prefix,
-            _FOLDERS[save_to](),
+            metadata = usable(
+                {},
+                "The file holds no workflow",
+                lambda: _metadata(prompt, extra, reported, file_warnings),
+            )
+        place = usable(
+            (_DEFAULT_PREFIX, _OUTPUT),
+            f"The video was saved under {_DEFAULT_PREFIX} in the output folder instead",
+            lambda: _place(filename_prefix, save_to, prompt, extra),
+        )
+        rate = usable(
+            Fraction(24), "The video was saved at 24 fps instead", lambda: frame_rate(fps)
+        )
+        usual = _Encoding(default_format(), 18, "medium")
+        encoding = usable(
+            usual,
+            f"The video was saved as {usual.format.name} with crf {usual.crf} instead",
+            lambda: _Encoding.checked(format, crf, encoder_preset, rate),
+        )
+        sound = usable(
+            None,
+            "The video was saved without sound, which could not be read",
+            lambda: None if audio is None else Audio(audio["waveform"], audio["sample_rate"]),
+        )
+        written, subfolder, save_to = _write_next(
+            place,
+            file_warnings,
             images,
-            audio,
-            fps=fps,
-            video_format=video_format,
-            crf=crf,
-            preset=encoder_preset,
+            sound,
+            fps=rate,
+            video_format=encoding.format,
+            crf=encoding.crf,
+            preset=encoding.preset,
             dither=dither,
             metadata=metadata,
             progress=ProgressBar(len(images)).update_absolute,
@@ -261,7 +287,7 @@ class NoxSaveVideo(io.ComfyNode):
             InputImpl.VideoFromFile(written.path),
             images[-1:, ..., :3].clone(),  # a view would keep the whole clip alive
             written.path,
-            ui=_preview(cls, written, subfolder, save_to, video_format, images, lines),
+            ui=_preview(written, subfolder, save_to, encoding.format, images, lines),
         )
 
 
@@ -271,16 +297,57 @@ _FOLDERS = {
 }
 
 
-def _frames_sound_and_rate(images, video, audio, fps):
+def _frames_sound_and_rate(images, video, audio, fps, warnings: list[str]):
     """(IMAGE, AUDIO or None, frames per second) of whichever input is connected."""
     if images is not None and video is not None:
         raise RequestError(_BOTH_INPUTS)
-    if images is not None:
-        return images, audio, fps
-    if video is None:
+    if images is None and video is None:
         raise RequestError(_NO_INPUT)
-    parts = video.get_components()
-    return parts.images, parts.audio if audio is None else audio, parts.frame_rate
+    if images is None:
+        parts = video.get_components()
+        images, fps = parts.images, parts.frame_rate
+        audio = parts.audio if audio is None else audio
+        colours = video.get_color_space() if hasattr(video, "get_color_space") else "sRGB"
+        if colours != "sRGB":
+            warnings.append(
+                f"The connected video is {colours} (HDR) and was saved as ordinary BT.709 without "
+                "a conversion, so its colours look flat; ComfyUI's own Save Video keeps HDR."
+            )
+    if images.shape[-1] == 1:  # grey
+        images = images.expand(-1, -1, -1, 3)
+    return images, audio, fps
+
+
+def _place(filename_prefix: str, save_to: str, prompt, extra) -> tuple[str, str]:
+    """(prefix without tokens, save_to); RequestError for what names no file in that folder."""
+    prefix = resolve_prefix(filename_prefix, prompt, extra.get("workflow"), datetime.now())
+    fault = _why_not_there(prefix, save_to)
+    if fault is not None:
+        raise RequestError(fault)
+    return prefix, save_to
+
+
+def _why_not_there(prefix: str, save_to: str) -> str | None:
+    if save_to not in _FOLDERS:
+        return f"save_to is {save_to!r}; choose one of: {', '.join(_FOLDERS)}."
+    return why_not(prefix) or why_no_folder(prefix, _FOLDERS[save_to]())
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    format: VideoFormat
+    crf: float
+    preset: str
+
+    @classmethod
+    def checked(cls, format: str, crf: float, preset: str, rate: Fraction) -> _Encoding:
+        """What the widgets say; RequestError where this machine cannot encode so."""
+        check_settings(crf, preset)
+        video_format = find(format)
+        fault = video_format.why_no_picture(crf=crf, preset=preset, rate=rate)
+        if fault is not None:
+            raise RequestError(fault)
+        return cls(video_format, crf, preset)
 
 
 def _metadata(
@@ -298,7 +365,7 @@ def _metadata(
     texts = {}
     for name, value in tags.items():
         try:
-            texts[name] = json.dumps(_strict_json(value), allow_nan=False)
+            texts[str(name)] = json.dumps(_strict_json(value), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as err:
             warnings.append(f"The file has no tag {name!r}, which cannot be written: {err}.")
     return texts
@@ -316,30 +383,44 @@ def _strict_json(value):
 
 
 def _write_next(
-    prefix: str, root: str, images, audio, *, video_format: VideoFormat, **settings
-) -> tuple[WrittenVideo, str]:
-    """Write under the first free number; returns what was written and its subfolder of root."""
-    height, width = images.shape[1:3]
+    place: tuple[str, str], warnings: list[str], images, sound: Audio | None, **settings
+) -> tuple[WrittenVideo, str, str]:
+    """Write under the first free number.
+
+    Returns:
+        What was written, its subfolder, and in which of _FOLDERS.
+    """
+    usual = (_DEFAULT_PREFIX, _OUTPUT)
     try:
-        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-            prefix, root, width, height
-        )
-    except Exception as err:  # core raises a bare one where the name leads out of its folder
-        reason = getattr(err, "strerror", None) or err
-        raise NoxError(f"The folder for {prefix[:80]} could not be made: {reason}.") from err
-    sound = None if audio is None else Audio(audio.get("waveform"), audio.get("sample_rate"))
+        folder, name, counter, subfolder = _numbered(*place, images)
+    except NoxError as err:
+        if place == usual:
+            raise
+        folder, name, counter, subfolder = _numbered(*usual, images)
+        warnings.append(f"The video was saved under {usual[0]} instead: {err}")
+        place = usual
     while True:
-        path = os.path.join(folder, f"{name}_{counter:05}_{video_format.suffix}")
+        path = os.path.join(folder, f"{name}_{counter:05}_{settings['video_format'].suffix}")
         try:
-            written = write_video(path, images, sound, video_format=video_format, **settings)
+            written = write_video(path, images, sound, **settings)
         except NameTakenError:  # by another run that saves into the same folder
             counter += 1
         else:
-            return written, subfolder
+            return written, subfolder, place[1]
+
+
+def _numbered(prefix: str, save_to: str, images) -> tuple[str, str, int, str]:
+    """(folder, name, next number, subfolder) by ComfyUI's rules, with the folder made."""
+    height, width = images.shape[1:3]
+    try:
+        return folder_paths.get_save_image_path(prefix, _FOLDERS[save_to](), width, height)[:4]
+    except Exception as err:  # core raises a bare one where the name leads out of its folder
+        reason = getattr(err, "strerror", None) or str(err).splitlines()[0]
+        raise NoxError(f"The folder for {prefix[:80]} could not be made: {reason}.") from err
 
 
 def _preview(
-    node, written: WrittenVideo, subfolder: str, save_to: str, kind: VideoFormat, images, lines
+    written: WrittenVideo, subfolder: str, save_to: str, kind: VideoFormat, images, lines
 ) -> dict:
     """The player on the node, and the lines for whoever reads the history.
 
@@ -349,15 +430,15 @@ def _preview(
         file = ui.SavedResult(os.path.basename(written.path), subfolder, io.FolderType(save_to))
         shown = ui.PreviewVideo([file]).as_dict()
     else:
-        shown = _first_picture(node, images)
+        shown = _first_picture(images)
     if lines:
         shown["text"] = ("\n".join(lines),)
     return shown
 
 
-def _first_picture(node, images) -> dict:
+def _first_picture(images) -> dict:
     try:
-        return ui.PreviewImage(images[:1, ..., :3].float(), cls=node).as_dict()
+        return ui.PreviewImage(images[:1, ..., :3].float()).as_dict()
     except OSError as err:  # a full temp folder, say: the video is saved all the same
         logging.warning("Nox Save Video: no picture can be shown (%s).", err.strerror)
         return {}

@@ -26,7 +26,8 @@ def write_still(path: str, frame, metadata: dict[str, str]) -> str | None:
     try:
         tags = PngInfo()
         for name, text in metadata.items():
-            tags.add_text(name, text)
+            with contextlib.suppress(UnicodeError):  # a name that PNG cannot hold
+                tags.add_text(name, text)
         picture.save(part, format="PNG", pnginfo=tags)
         publish(part, path)
     except (OSError, ValueError, NoxError) as err:  # ValueError: a tag that PNG cannot hold

@@ -342,10 +342,16 @@ def pack_tiles(
             `pooled_tile` keys.
     """
     heads_per_chunk = max(1, ELEMENTS_PER_CHUNK // (slot_row.shape[0] * q.shape[2]))
-    chunks = zip(*(x.split(heads_per_chunk) for x in (q, k, v)), strict=True)
-    parts = [_pack_heads(qc, kc, vc, slot_row, valid_count, precision) for qc, kc, vc in chunks]
+    images: list[Tensor] = []
+    for start in range(0, q.shape[0], heads_per_chunk):
+        heads = slice(start, start + heads_per_chunk)
+        part = _pack_heads(q[heads], k[heads], v[heads], slot_row, valid_count, precision)
+        # written in place: images that are joined at the end would be there twice
+        images = images or [x.new_empty((q.shape[0], *x.shape[1:])) for x in part]
+        for image, of_heads in zip(images, part, strict=True):
+            image[heads] = of_heads
     q_pool, k_pool = pool_qk(q, k, slot_row, valid_count, pooling)
-    return TileImages(*map(torch.cat, zip(*parts, strict=True)), q_pool=q_pool, k_pool=k_pool)
+    return TileImages(*images, q_pool=q_pool, k_pool=k_pool)
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import os
+import struct
 import wave
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ _LAYOUTS = {1: "mono", 2: "stereo", 3: "3.0", 4: "4.0", 5: "5.0", 6: "5.1", 7: "
 # More than 6 channels are mixed in AAC: it has no standard layout for them, and PyAV (16.0, 18.1)
 # crashes the process that decodes 8 planar channels, ComfyUI's loader included.
 _MIN_CHANGE = 1e-5  # from the lowest to the highest sample of a channel; full scale is 1
-_MAX_RATE = 1 << 30  # Hz
+_NO_SOUND = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
+_MAX_RATE = 1 << 24  # Hz; the header of a WAV counts bytes a second in 32 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +114,7 @@ def _why_not(audio: Audio) -> str | None:
         return "what is connected holds no waveform with a sample rate"
     if waveform.numel() == 0:
         return "the connected sound is empty (0 samples)"
-    if waveform.ndim not in (1, 2, 3) or not 1 <= rate < _MAX_RATE or waveform.is_complex():
+    if waveform.ndim not in (1, 2, 3) or not 1 <= rate < _MAX_RATE or waveform.dtype in _NO_SOUND:
         return (
             "it must be a waveform [channels, samples] with a positive sample rate, and has shape "
             f"{list(waveform.shape)} at {rate} Hz"
@@ -170,12 +172,12 @@ def rescue_sound(target: str, sound: Sound, reason: str) -> str:
             wav.setsampwidth(2)
             wav.setframerate(sound.sample_rate)
             wav.writeframes(levels.tobytes())
-    except OSError as err:
+    except (OSError, struct.error) as err:  # struct.error: more than the 4 GB that a WAV can count
         with contextlib.suppress(OSError):
             os.unlink(wav_path)
         return (
             f"The video was saved without sound: the audio encoder failed ({reason}) and so did "
-            f"a WAV file beside it ({err.strerror})."
+            f"a WAV file beside it ({getattr(err, 'strerror', None) or 'it would be too large'})."
         )
     return (
         f"The video was saved without sound because the audio encoder failed ({reason}); the sound "

@@ -202,7 +202,7 @@ def _encode(part: str, clip: _Clip, sound: Sound | None) -> int:
     ) as container:
         container.metadata.update(clip.metadata)  # the header is written with the first packet
         stream = _add_video_stream(container, clip)
-        # Sound first, kept as packets (32 kB a second): a failure then costs no picture.
+        # Sound first, kept as packets (AAC: 32 kB a second): a failure then costs no picture.
         audio = clip.format.audio
         sound_packets = deque(encode_sound(container, sound, audio) if sound is not None else ())
         for frame_idx, frame in enumerate(clip.frames):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -51,6 +52,8 @@ class PictureFormat:
             by a crash of the process (33 to 48 pixels wide, PyAV 18.1).
         options: Of the encoder. libx264 looks 20 frames ahead instead of 40: it holds 9 MB for each
             at 1920x1088 (tests/bench/bench_save_video.py, 2026-12-07).
+        max_threads: Of the encoder, where each costs memory (libx264: 4 MB at 1920x1088); 0 leaves
+            their number to it.
         short_options: On top, in clips of one or two frames: with fewer frames than libx265 reorders,
             it hands out times that it never set, and the file cannot be written (PyAV 18.1, at
             random).
@@ -65,6 +68,7 @@ class PictureFormat:
     tag: str
     min_side: int
     options: Mapping[str, str]
+    max_threads: int
     short_options: Mapping[str, str]
     quality_option: str
     least_quality: int
@@ -102,6 +106,8 @@ class PictureFormat:
         context.color_range = _LIMITED_RANGE
         # By slice, as PyAV's default: by frame, x264 holds a frame more for every CPU core.
         context.thread_type = "SLICE"
+        if self.max_threads:
+            context.thread_count = min(self.max_threads, os.cpu_count() or 1)
         if self.tag:
             context.codec_tag = self.tag
 
@@ -155,8 +161,8 @@ class VideoFormat:
         shape = "" if size == _ANY_SIZE else f"{width}x{height} pixels at "
         return (
             f"{self.name} cannot hold {shape}{float(rate):g} frames a second: the encoder "
-            f"{self.video.encoder} does not open. Choose another format; mkv (FFV1 + FLAC) holds "
-            "every size and rate."
+            f"{self.video.encoder} does not open. Choose another format: H.264 takes every rate, "
+            "FFV1 and ProRes take large frames."
         )
 
     def why_no_sound(self) -> str | None:

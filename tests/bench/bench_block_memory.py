@@ -6,7 +6,6 @@ On the CPU (Linux) Nox computes on its reference, which takes about half an hour
 """
 
 import argparse
-import gc
 import json
 import sys
 from collections.abc import Callable
@@ -107,9 +106,8 @@ def peak_mib(work: Callable[[], Tensor], device: str) -> float:
 
 
 def _peak_mib_on_cpu(work: Callable[[], Tensor]) -> float:
-    gc.collect()
-    before = memory_bytes("VmRSS")
     reset_peak()
+    before = memory_bytes("VmRSS")
     work()
     return round((memory_bytes("VmHWM") - before) / (1 << 20), 1)
 

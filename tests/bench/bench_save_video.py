@@ -73,8 +73,8 @@ def measure(saver: str, comfyui: str, num_frames: int, num_moving: int) -> dict:
     waveform = tone(len(frames))
     with tempfile.TemporaryDirectory() as folder:
         SAVERS[saver](f"{folder}/warm.mp4", frames[:2, :64, :64], waveform[..., :2000])
-        before = memory_bytes("VmRSS")
         reset_peak()
+        before = memory_bytes("VmRSS")
         start = time.perf_counter()
         SAVERS[saver](f"{folder}/clip.mp4", frames, waveform)
         seconds = time.perf_counter() - start

@@ -204,21 +204,94 @@ def test_not_a_number_in_a_graph_becomes_null_in_the_tags(host):
     assert (meta["score"], meta["list"]) == (None, [None, 1.5])
 
 
-def test_a_save_that_fails_keeps_the_images_for_the_next_run(host):
+def test_a_folder_that_turns_out_to_be_a_file_costs_no_clip(host):
     graph = Graph()
-    link = image(graph, color=0x445566)
     # known only when the token is filled in: before the run there is nothing to see
+    link = image(graph, color=0x445566)
     add_saver(graph, images=link, filename_prefix="nox_%EmptyImage.color%/test")
     blocker = host.output / f"nox_{0x445566}"
     blocker.write_text("a file where the folder should be")
     result = host.run(graph)
-    assert result.status == "error"
-    assert f"The folder for nox_{0x445566}/test could not be made" in result.error
+    assert result.status == "success", result.error
+    assert result.video_file.parent == host.output / "video"
+    (text,) = result.shown("text")
+    assert "The video was saved under video/Nox_H3 in the output folder instead: " in text
+    assert f"{blocker} because it is a file; move it away." in text
     assert blocker.read_text() == "a file where the folder should be"
-    blocker.unlink()
+
+
+def test_a_save_that_fails_keeps_the_images_for_the_next_run(host):
+    graph = Graph()
+    half = image(graph, color=0x223344, width=8200)
+    sides = {"direction": "right", "match_image_size": True, "spacing_width": 0}
+    link = graph.add("ImageStitch", image1=half, image2=half, spacing_color="white", **sides)
+    saver = add_saver(graph, images=link)
+    result = host.run(graph)
+    assert result.status == "error"
+    assert "cannot hold 16400x64 pixels" in result.error  # which nobody knew before the run
+    graph[saver[0]]["inputs"]["format"] = "mkv (FFV1 + FLAC)"
     again = host.run(graph)
     assert again.status == "success", again.error
     assert link[0] in again.cached
+
+
+# What other nodes and other pages may put there, and a prefix.
+ODD_GRAPHS = [
+    *(
+        ({"extra_pnginfo": {"workflow": workflow}}, "nox/%EmptyImage.color%")
+        for workflow in (
+            "x",
+            {"nodes": [], "definitions": {"subgraphs": None}},
+            {"nodes": [None]},
+            {"nodes": [{"id": 1, "type": ["x"]}]},
+            {"nodes": [{"id": 1, "type": "x", "properties": ["a"]}]},
+        )
+    ),
+    *(({"extra_pnginfo": extra}, "nox/plain") for extra in (["x"], "x", {"雪": 1})),
+]
+
+
+@pytest.mark.parametrize("kind", ["mp4 (H.264 + AAC)", "mkv (FFV1 + FLAC)"])
+@pytest.mark.parametrize("case_idx", range(len(ODD_GRAPHS)))
+def test_an_odd_graph_costs_no_clip(host, kind, case_idx):
+    extra, prefix = ODD_GRAPHS[case_idx]
+    graph = Graph()
+    # a colour of its own: ComfyUI would answer a prompt that it knows from its cache
+    link = image(graph, color=0x100000 + case_idx)
+    add_saver(graph, images=link, filename_prefix=prefix, format=kind, first_frame_png=True)
+    before = files_in(host)
+    result = host.run(graph, extra_data=extra)
+    assert result.status == "success", result.error
+    assert any(path.suffix in (".mp4", ".mkv") for path in files_in(host) - before)
+
+
+@pytest.mark.parametrize("kind", ["text", "unnamed", "bool"])
+def test_sound_that_is_none_costs_no_clip(host, kind):
+    result = save(host, images=image, audio=lambda graph: graph.add("TinyH3Audio", kind=kind))
+    assert result.status == "success", result.error
+    assert streams_of(result.video_file) == {"video": 3}
+    assert "The video was saved without sound" in "\n".join(result.shown("text"))
+
+
+def test_wired_settings_that_cannot_be_are_replaced_and_said(host):
+    graph = Graph()
+    wires = {
+        "fps": graph.add("PrimitiveFloat", value=0.0),
+        "crf": graph.add("PrimitiveInt", value=99),
+        "filename_prefix": graph.add("PrimitiveString", value="../x"),
+    }
+    add_saver(graph, images=image(graph), **wires)
+    result = host.run(graph)
+    assert result.status == "success", result.error
+    (text,) = result.shown("text")
+    for sentence in ("saved at 24 fps instead: ", "with crf 18 instead: ", "under video/Nox_H3 in"):
+        assert sentence in text
+
+
+def test_grey_frames_are_saved(host):
+    result = save(host, images=lambda graph: graph.add("TinyH3Grey"))
+    assert result.status == "success", result.error
+    assert streams_of(result.video_file) == {"video": 3}
 
 
 def test_a_folder_that_cannot_be_is_refused_before_the_run(host):
@@ -252,7 +325,7 @@ def test_a_prefix_that_its_tokens_spoil_falls_back_and_says_so(host):
     result = host.run(graph)
     assert result.status == "success", result.error
     assert result.video_file.parent == host.output / "video"
-    assert "The video was saved under video/Nox_H3 instead." in "\n".join(result.shown("text"))
+    assert "The video was saved under video/Nox_H3 in the out" in "\n".join(result.shown("text"))
 
 
 def test_the_outputs_are_the_file_its_last_frame_and_its_path(host):

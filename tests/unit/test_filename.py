@@ -102,6 +102,15 @@ def test_a_subgraph_that_holds_itself_ends():
     assert resolve("%KSampler.seed%", PROMPT, workflow) == "123"
 
 
+def test_a_primitive_node_of_the_page_gives_its_value():
+    node = {"id": 50, "type": "PrimitiveNode", "title": "Seed", "widgets_values": [77, "fixed"]}
+    workflow = {"nodes": [node]}
+    assert resolve("%Seed.value%_%Seed.other%", PROMPT, workflow) == "77_%Seed.other%"
+    assert resolve("%Seed.value%", PROMPT, {"nodes": [node | {"widgets_values": None}]}) == (
+        "%Seed.value%"
+    )
+
+
 def test_a_value_makes_no_folder():
     assert resolve("%EmptyH3.name%") == "a_b_c__d"
 
@@ -192,6 +201,18 @@ def test_a_file_where_a_folder_should_be_is_named(tmp_path):
     for prefix in ("a/x", "a/b/x", "a\\x"):
         fault = filename.why_no_folder(prefix, str(tmp_path))
         assert f"below {tmp_path / 'a'} because it is a file" in fault
+
+
+def test_links_that_lead_out_of_the_folder_or_nowhere_are_named(tmp_path):
+    root, other = tmp_path / "output", tmp_path / "other"
+    root.mkdir()
+    other.mkdir()
+    (root / "out").symlink_to(other, target_is_directory=True)
+    (root / "lost").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "linked").symlink_to(root, target_is_directory=True)
+    assert "a link that leaves the folder" in filename.why_no_folder("out/x", str(root))
+    assert "it is a link to nowhere" in filename.why_no_folder("lost/x", str(root))
+    assert filename.why_no_folder("a/x", str(tmp_path / "linked")) is None
 
 
 @pytest.mark.skipif(getattr(os, "geteuid", lambda: 0)() == 0, reason="root may write anywhere")

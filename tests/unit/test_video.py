@@ -23,6 +23,7 @@ from nox_kernels.video import NameTakenError, write_video  # noqa: E402
 from nox_kernels.video_format import default_format, find  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+COLOURS = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1.0]])
 
 
 def solid(level, num_frames=2, height=64, width=64):
@@ -95,8 +96,7 @@ def test_black_and_white_fill_exactly_the_limited_range(tmp_path):
 
 
 def test_saturated_bars_come_back_within_two_levels(tmp_path):
-    colours = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1.0]])
-    frames = colours.repeat_interleave(32, dim=0).expand(3, 96, 192, 3)
+    frames = COLOURS.repeat_interleave(32, dim=0).expand(3, 96, 192, 3)
     decoded = decode_rgb(write_video(tmp_path / "a.mp4", frames).path)
     assert np.abs(decoded - 255 * frames.numpy()).mean() <= 2
 
@@ -110,17 +110,40 @@ def test_all_four_colour_tags_say_limited_bt709(tmp_path):
         assert int(context.color_range) == 1
 
 
-def test_five_rounds_of_saving_drift_at_most_three_levels(tmp_path):
+def change_in_five_rounds(folder, frames):
+    """[F, H, W, 3], in levels."""
+    current = frames
+    for round_idx in range(5):
+        path = write_video(folder / f"{round_idx}.mp4", current).path
+        current = torch.from_numpy(decode_rgb(path) / 255).float()
+    return 255 * (current - frames).abs()
+
+
+@pytest.mark.parametrize("level", [0, 16, 128, 235, 255])
+def test_five_rounds_of_saving_move_a_solid_at_most_three_levels(tmp_path, level):
+    assert change_in_five_rounds(tmp_path, solid(level / 255)).max() <= 3
+
+
+def test_five_rounds_of_saving_move_bars_at_most_three_levels(tmp_path):
+    frames = COLOURS.repeat_interleave(32, dim=0).expand(3, 96, 192, 3)
+    change = change_in_five_rounds(tmp_path, frames).unflatten(2, (-1, 32))
+    assert change[:, :, :, 8:-8].max() <= 3  # inside each bar: edges blur
+
+
+def test_five_rounds_of_saving_move_a_steep_gradient_three_levels_in_the_mean(tmp_path):
     rows = torch.linspace(0.1, 0.9, 64)
     frames = torch.stack(
         [rows.expand(64, 64), rows[:, None].expand(64, 64), 1 - rows.expand(64, 64)]
     )
-    first = frames.permute(1, 2, 0).expand(3, 64, 64, 3)
-    current = first
-    for round_idx in range(5):
-        path = write_video(tmp_path / f"{round_idx}.mp4", current).path
-        current = torch.from_numpy(decode_rgb(path) / 255).float()
-    assert 255 * (current - first).abs().mean() <= 3
+    frames = frames.permute(1, 2, 0).expand(3, 64, 64, 3)
+    assert change_in_five_rounds(tmp_path, frames).mean() <= 3
+
+
+def test_a_colour_sample_is_the_mean_of_its_four_pixels(tmp_path):
+    frames = torch.zeros(1, 64, 64, 3)
+    frames[:, 0::2, :, 0] = 1.0  # red lines on black: V of a line or the other is 240 or 128
+    (_, _, v), *_ = decode_planes(write_video(tmp_path / "a.mp4", frames, crf=1).path)
+    assert abs(v[8:-8, 8:-8] - 184).max() <= 4
 
 
 def test_a_clean_gradient_keeps_42_db_at_the_default_quality(tmp_path):
@@ -427,6 +450,31 @@ def test_a_file_that_appears_while_encoding_is_never_touched(tmp_path):
         write_video(target, solid(0.5), progress=lambda *_: target.write_bytes(b"precious"))
     assert target.read_bytes() == b"precious"
     assert os.listdir(tmp_path) == ["a.mp4"]
+
+
+def test_sound_and_picture_lie_side_by_side_in_the_file(tmp_path):
+    path = write_video(tmp_path / "a.mp4", solid(0.5, 96), tone(seconds=4)).path
+    with av.open(path) as container:
+        order = [
+            (float(packet.pts * packet.time_base), packet.stream.type, packet.pos)
+            for packet in container.demux()
+            if packet.pts is not None
+        ]
+    heard = 0.0
+    for time_s, kind, _ in sorted(order, key=lambda packet: packet[2]):
+        if kind == "audio":
+            heard = time_s
+        else:  # a player that reads on must not wait for the end of the file
+            assert time_s - heard < 1.5
+
+
+def test_the_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    done = []
+    fsync, replace_file = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("flush"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("name"), replace_file(*names)))
+    write_video(tmp_path / "a.mp4", solid(0.5))
+    assert done[:2] == ["flush", "name"]
 
 
 def test_a_finished_video_is_the_only_file(tmp_path):

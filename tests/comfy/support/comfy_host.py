@@ -210,16 +210,21 @@ class Host:
         number = {"class_type": "PrimitiveInt", "inputs": {"value": 0}}
         self.run({"1": number, "2": preview})
 
-    def run(self, prompt: dict, interrupt_after: str | None = None) -> Result:
+    def run(
+        self, prompt: dict, interrupt_after: str | None = None, extra_data: dict | None = None
+    ) -> Result:
         """Queue an API prompt and wait for its end.
 
         Args:
             prompt: Node id -> {"class_type", "inputs"}.
+            extra_data: What the page sends beside it.
             interrupt_after: Press "interrupt" once a log line starts with this.
         """
         start = self.log_file.stat().st_size
         try:
-            prompt_id = self.post("/prompt", {"prompt": prompt})["prompt_id"]
+            prompt_id = self.post(
+                "/prompt", {"prompt": prompt} | ({"extra_data": extra_data} if extra_data else {})
+            )["prompt_id"]
         except urllib.error.HTTPError as error:
             answer = json.loads(error.read())
             return Result("rejected", _node_errors(answer), {}, [], self.output)

@@ -94,7 +94,7 @@ class TinyH3Audio(io.ComfyNode):
         return io.Schema(
             node_id="TinyH3Audio",
             category=CATEGORY,
-            inputs=[io.Combo.Input("kind", options=["tone", "nan"])],
+            inputs=[io.Combo.Input("kind", options=["tone", "nan", "bool", "text", "unnamed"])],
             outputs=[io.Audio.Output()],
         )
 
@@ -104,7 +104,29 @@ class TinyH3Audio(io.ComfyNode):
         wave = 0.3 * torch.sin(torch.arange(32000) * (2 * math.pi * 440 / 32000)).repeat(1, 2, 1)
         if kind == "nan":
             wave[..., 1000:2000] = math.nan
+        if kind == "bool":
+            wave = wave > 0
+        if kind == "text":
+            return io.NodeOutput("no sound at all")
+        if kind == "unnamed":
+            return io.NodeOutput({"samples": wave})
         return io.NodeOutput({"waveform": wave, "sample_rate": 32000})
+
+
+class TinyH3Grey(io.ComfyNode):
+    """Three grey frames of one channel."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """No inputs."""
+        return io.Schema(
+            node_id="TinyH3Grey", category=CATEGORY, inputs=[], outputs=[io.Image.Output()]
+        )
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        """Of middle grey."""
+        return io.NodeOutput(torch.full((3, 64, 64, 1), 0.5))
 
 
 class TinyOtherModel(io.ComfyNode):
@@ -146,4 +168,4 @@ class TinyOtherModel(io.ComfyNode):
         return io.NodeOutput(comfy.model_patcher.ModelPatcher(model, cpu, cpu))
 
 
-NODES = [TinyH3Conditioning, TinyH3SaveLatent, TinyH3Audio, TinyOtherModel]
+NODES = [TinyH3Conditioning, TinyH3SaveLatent, TinyH3Audio, TinyH3Grey, TinyOtherModel]
